@@ -1,0 +1,66 @@
+"""What crosses the seam between a trainer that exports weights and a server that loads them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict
+
+
+class TransportKind(StrEnum):
+    DISK = "disk"
+    SHM = "shm"
+
+
+class InterruptMode(StrEnum):
+    """What happens to requests in flight at a commit (DESIGN.md, section 5)."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    DRAIN = "drain"
+
+
+class _Wire(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TensorEntry(_Wire):
+    """One tensor of a manifest. ``dtype`` is torch's name without the prefix (``float32``)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    digest: str
+
+
+class Manifest(_Wire):
+    """A complete, ordered list of what version ``version`` consists of, and where it lies.
+
+    ``location`` is a directory (disk) or a shared-memory segment name (shm); it is meaningful to ``transport`` only.
+    ``digest`` covers every entry's name, dtype, shape and content digest.
+    """
+
+    version: int
+    incarnation: int
+    transport: TransportKind
+    location: str
+    tensors: tuple[TensorEntry, ...]
+    digest: str
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
+
+
+class CommitReceipt(_Wire):
+    """A server's word that it serves ``version``: ``digest`` is computed from the tensors it holds now."""
+
+    server: str
+    incarnation: int
+    version: int
+    digest: str
+    bytes: int
+    seconds_staged: float
+    seconds_paused: float
+    interrupted_requests: int

@@ -1,0 +1,69 @@
+"""The experiment file's root: every section, and the rules that cross sections."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from areal_like.api.generation import GenerationHyperparameters
+from areal_like.config.actor import ActorConfig
+from areal_like.config.dataset import TrainDatasetConfig, ValidDatasetConfig
+from areal_like.config.model import ModelConfig
+from areal_like.config.rewards import RewardsConfig
+from areal_like.config.rollout import RolloutConfig
+from areal_like.config.schedule import EvaluatorConfig, RecoverConfig, SaverConfig
+from areal_like.config.section import Section
+from areal_like.config.weights import WeightsConfig
+
+#: sampling parameters that change the distribution in a way the trainer does not replay
+_UNTRAINABLE = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "frequency_penalty": 0.0, "greedy": False}
+
+
+class ExperimentConfig(Section):
+    experiment_name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    trial_name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    seed: int = Field(1, ge=0)
+    total_train_steps: int = Field(ge=1)
+    runs_dir: str = Field("runs", description="folder that holds <experiment_name>/<trial_name>")
+    model: ModelConfig
+    train_dataset: TrainDatasetConfig
+    valid_dataset: ValidDatasetConfig | None = None
+    workflow: str = Field(description="dotted path of a RolloutWorkflow class")
+    workflow_args: dict[str, Any] = Field(default_factory=dict, description="passed to the workflow's __init__")
+    reward_fn: str | None = Field(None, description="dotted path of the reward function")
+    gconfig: GenerationHyperparameters = Field(default_factory=GenerationHyperparameters)
+    eval_gconfig: GenerationHyperparameters | None = Field(None, description="for evaluation; default: gconfig")
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    rewards: RewardsConfig = Field(default_factory=RewardsConfig)
+    actor: ActorConfig = Field(default_factory=ActorConfig)
+    weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    evaluator: EvaluatorConfig = Field(default_factory=EvaluatorConfig)
+    saver: SaverConfig = Field(default_factory=SaverConfig)
+    recover: RecoverConfig = Field(default_factory=RecoverConfig)
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> Self:
+        size, parts = self.train_dataset.batch_size, self.actor.ppo_n_minibatches
+        if size % parts:
+            raise ValueError(
+                f"train_dataset.batch_size ({size}) must be a multiple of actor.ppo_n_minibatches ({parts}): "
+                f"every minibatch takes whole groups; use a batch_size such as {max(parts, size - size % parts)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _training_replays_sampling(self) -> Self:
+        changed = [k for k, off in _UNTRAINABLE.items() if getattr(self.gconfig, k) != off]
+        if self.gconfig.temperature == 0.0:
+            changed.append("temperature")
+        if changed:
+            raise ValueError(
+                f"gconfig.{changed[0]}: training needs the log-probs of the distribution sampled from, and the trainer "
+                f"replays only temperature > 0 and min_new_tokens; remove it, or set it in eval_gconfig"
+            )
+        return self
+
+    @property
+    def evaluation_gconfig(self) -> GenerationHyperparameters:
+        return self.eval_gconfig or self.gconfig

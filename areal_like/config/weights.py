@@ -1,0 +1,14 @@
+"""``weights``: how a new version reaches the servers."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from areal_like.api.weights import TransportKind
+from areal_like.config.section import Section
+
+
+class WeightsConfig(Section):
+    transport: TransportKind = Field(TransportKind.SHM, description="disk | shm (same host)")
+    timeout: float = Field(300.0, gt=0, description="seconds one publication may take on one server")
+    bucket_bytes: int = Field(64 * 2**20, ge=4096, description="size of one transfer bucket")

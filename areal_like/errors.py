@@ -1,0 +1,64 @@
+"""The exception tree. Every message says where, the rule, what came, and what to do next."""
+
+from __future__ import annotations
+
+
+class ArealLikeError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigError(ArealLikeError):
+    """The experiment file, a dataset or a dotted path is wrong. Found before any process starts; exit code 2."""
+
+
+class RequestError(ArealLikeError):
+    """A generation request that can never succeed (HTTP 4xx). Final: it is not retried."""
+
+
+class InfrastructureError(ArealLikeError):
+    """A server, worker or socket failed. The work may be retried elsewhere; it never becomes a reward."""
+
+
+class ServerUnavailable(InfrastructureError):
+    """One inference server did not answer in time, refused the connection or died."""
+
+
+class NoServerAvailable(InfrastructureError):
+    """No server of the pool is in rotation within the deadline."""
+
+
+class WeightUpdateError(InfrastructureError):
+    """A weight update could not be staged, committed or verified."""
+
+
+class StaleCommand(InfrastructureError):
+    """A control call carried an older (incarnation, version) than the receiver has seen."""
+
+
+class RpcError(InfrastructureError):
+    """A train worker did not answer before the deadline, or the connection broke."""
+
+
+class RemoteError(ArealLikeError):
+    """A train worker's method raised. Carries the remote exception's type name and traceback text."""
+
+    def __init__(self, message: str, *, remote_type: str = "", remote_traceback: str = "") -> None:
+        super().__init__(message)
+        self.remote_type = remote_type
+        self.remote_traceback = remote_traceback
+
+
+class ProcessDied(InfrastructureError):
+    """A process of the run ended although the run still needed it."""
+
+
+class EpisodeError(ArealLikeError):
+    """A workflow broke its contract (for example arrays of unequal length in a trajectory)."""
+
+
+class RewardError(EpisodeError):
+    """The user's reward function raised, returned no finite number, or ran past its time limit."""
+
+
+class BreakerTripped(ArealLikeError):
+    """Episodes keep failing; the run ends with the exception that was seen most often."""
