@@ -1,0 +1,44 @@
+# Two commands are enough on a fresh Linux machine with Python >= 3.11:
+#   make demo   installs everything and trains the demo on the CPU
+#   make test   installs everything and passes lint, types and all tests
+PYTHON ?= $(shell command -v python3.13 python3.12 python3.11 python3 2>/dev/null | while read p; do \
+             $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+SEED   ?= 1
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo install check test lint types clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml requirements.txt
+	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.11 found; install one or pass PYTHON=/path/to/python" >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $(STAMP)
+
+models/guess-$(SEED)/manifest.json: | $(STAMP)
+	$(BIN)/python -m launcher.tiny_models guess models/guess-$(SEED) --seed $(SEED)
+
+demo: $(STAMP)
+	$(BIN)/python -m launcher.tiny_models guess models/guess --seed $(SEED)
+	$(BIN)/areal-like run configs/guess_cpu.yaml seed=$(SEED) --force
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+check: lint types
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/architecture tests/unit
+
+test: lint types
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests
+
+clean:
+	rm -rf runs models data .pytest_cache .mypy_cache .ruff_cache
