@@ -20,9 +20,6 @@ $(STAMP): pyproject.toml requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $(STAMP)
 
-models/guess-$(SEED)/manifest.json: | $(STAMP)
-	$(BIN)/python -m launcher.tiny_models guess models/guess-$(SEED) --seed $(SEED)
-
 demo: $(STAMP)
 	$(BIN)/python -m launcher.tiny_models guess models/guess --seed $(SEED)
 	$(BIN)/areal-like run configs/guess_cpu.yaml seed=$(SEED) --force
