@@ -1,8 +1,8 @@
 # Two commands are enough on a fresh Linux machine with Python >= 3.11:
 #   make demo   installs everything and trains the demo on the CPU
 #   make test   installs everything and passes lint, types and all tests
-PYTHON ?= $(shell command -v python3.13 python3.12 python3.11 python3 2>/dev/null | while read p; do \
-             $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+             $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 SEED   ?= 1
