@@ -21,8 +21,8 @@ _UNTRAINABLE = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "frequency_penalty": 0.0
 
 
 class ExperimentConfig(Section):
-    experiment_name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
-    trial_name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    experiment_name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
+    trial_name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
     seed: int = Field(1, ge=0)
     total_train_steps: int = Field(ge=1)
     runs_dir: str = Field("runs", description="folder that holds <experiment_name>/<trial_name>")
