@@ -1,0 +1,59 @@
+"""User code by dotted path."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from difflib import get_close_matches
+from typing import Any
+
+from areal_like.errors import ConfigError
+
+
+def import_object(path: str, kind: str) -> Any:
+    """Import what ``package.module.Name`` names. Modules in the current working directory are found.
+
+    Args:
+        path: dotted path of an attribute of a module.
+        kind: what it is for, as the message should call it ("workflow", "reward function").
+
+    Raises:
+        ConfigError: the path is malformed, its module is missing or raises, or it has no such attribute.
+    """
+    if "." not in path or not all(part.isidentifier() for part in path.split(".")):
+        raise ConfigError(f"{kind} {path!r}: expected a dotted path such as package.module.Name")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    module, rest = _import_longest(path, kind)
+    found: Any = module
+    for name in rest:
+        if not hasattr(found, name):
+            where = getattr(found, "__name__", type(found).__name__)
+            raise ConfigError(f"{kind} {path!r}: {where} has no {name!r}{_nearest(name, dir(found))}")
+        found = getattr(found, name)
+    if found is module:
+        raise ConfigError(f"{kind} {path!r} is a module; name something inside it")
+    return found
+
+
+def _import_longest(path: str, kind: str) -> tuple[Any, list[str]]:
+    """The module that the longest possible start of ``path`` names, and what is left of the path."""
+    parts = path.split(".")
+    for size in range(len(parts), 0, -1):
+        name = ".".join(parts[:size])
+        try:
+            return importlib.import_module(name), parts[size:]
+        except ModuleNotFoundError as error:
+            # only the module asked for may be missing; a missing import inside it is that module's fault
+            if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+                raise ConfigError(f"{kind} {path!r}: importing {name} failed: {error}") from error
+        except Exception as error:  # user code runs at import: whatever it raises is a fault of the experiment
+            raise ConfigError(f"{kind} {path!r}: importing {name} raised {type(error).__name__}: {error}") from error
+    raise ConfigError(f"{kind} {path!r}: no module named {parts[0]!r}; it must be installed or lie under {os.getcwd()}")
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = get_close_matches(name, [k for k in known if not k.startswith("_")], n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
