@@ -2,8 +2,8 @@
 
 Legend: ``_B`` rows (trajectories) of the batch, ``_E`` episodes, ``_T`` target tokens.
 
-Statistics are taken over *episodes*: an episode with several trajectories counts once, with the mean of its rows' rewards
-(rows of one episode normally share one reward). All arithmetic is float64. Nothing depends on the order of the rows.
+Statistics are taken over *episodes*: an episode with several trajectories counts once, with the mean of its rows'
+rewards (which normally share one reward). All arithmetic is float64. Nothing depends on the order of the rows.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def reward_table(rewards: Sequence[float], group_ids: Sequence[str], episode_ids
     """
     if not len(rewards) == len(group_ids) == len(episode_ids):
         raise ValueError(
-            f"rewards ({len(rewards)}), group ids ({len(group_ids)}) and episode ids ({len(episode_ids)}) must be as many"
+            f"rewards ({len(rewards)}), group ids ({len(group_ids)}) and episode ids ({len(episode_ids)}) must be equally "
+            "many: one of each for every row of the batch"
         )
     reward_B = torch.tensor(list(rewards), dtype=torch.float64)
     if not bool(torch.isfinite(reward_B).all()):

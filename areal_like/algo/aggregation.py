@@ -59,8 +59,8 @@ def aggregate(
 def _check(mode: AggregationMode, denominator: float | None, constant: float | None, local: float) -> None:
     if denominator is None or denominator < local:
         raise ValueError(
-            f"aggregation {mode}: the global denominator of the minibatch is needed and must cover this part's {local:g}; "
-            f"got {denominator}; sum local_denominator over all micro-batches and ranks first"
+            f"aggregation {mode}: the global denominator of the minibatch is needed and must cover this part's "
+            f"{local:g}; got {denominator}; sum local_denominator over all micro-batches and ranks first"
         )
     if mode == "seq_mean_token_sum" and (constant is None or constant <= 0):
         raise ValueError(f"aggregation {mode}: needs a constant > 0 (tokens an answer may have), got {constant}")

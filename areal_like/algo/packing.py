@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Hashable, Sequence
 from typing import Literal
@@ -25,13 +26,18 @@ def pack(lengths: Sequence[int], budget: int, layout: Layout = "packed") -> list
     if budget < 1:
         raise ValueError(f"the token budget of a micro-batch must be at least 1, got {budget}")
     bins: list[list[int]] = []
+    used: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        for members in bins:
-            if footprint([lengths[i] for i in (*members, row)], layout) <= budget:
+        for i, members in enumerate(bins):
+            # rows come in falling length, so a bin's first row is its longest and sets the padding
+            extra = lengths[row] if layout == "packed" else lengths[members[0]]
+            if used[i] + extra <= budget:
                 members.append(row)
+                used[i] += extra
                 break
         else:
             bins.append([row])
+            used.append(lengths[row])
     return [sorted(members) for members in bins]
 
 
@@ -53,7 +59,5 @@ def cut_minibatches(group_ids: Sequence[Hashable], parts: int, seed: int | None 
     if seed is not None:
         random.Random(seed).shuffle(groups)
     cuts = [len(groups) * i // parts for i in range(parts + 1)]
-    minibatches = [
-        sorted(row for group in groups[lo:hi] for row in group) for lo, hi in zip(cuts, cuts[1:], strict=False)
-    ]
+    minibatches = [sorted(row for group in groups[lo:hi] for row in group) for lo, hi in itertools.pairwise(cuts)]
     return [rows for rows in minibatches if rows]
