@@ -81,7 +81,8 @@ def parse_yaml(text: str, *, source: str) -> YamlDocument:
         if node is None:
             raise ConfigError(f"{source}: the file is empty; expected sections such as 'model:' and 'train_dataset:'")
         if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(f"{source}:1: expected 'key: value' lines at the top level, got {'a list' if isinstance(node, yaml.SequenceNode) else 'a plain value'}")
+            found = "a list" if isinstance(node, yaml.SequenceNode) else "a plain value"
+            raise ConfigError(f"{source}:1: expected 'key: value' lines at the top level, got {found}")
         lines: dict[str, int] = {}
         _note_lines(node, "", lines, source)
         tree = loader.construct_document(node)

@@ -1,0 +1,107 @@
+"""One run, one folder: a lock against a second run in it, and a finished run is never written over."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_like.config.paths import RunPaths
+from areal_like.errors import ConfigError
+from launcher.leftovers import sweep_shared_memory, sweep_sockets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """Who holds, or last held, a run's folder."""
+
+    pid: int
+    run_id: str
+
+
+def check_run_directory(paths: RunPaths, *, force: bool) -> None:
+    """Check that a run may use its folder now; changes nothing.
+
+    Raises:
+        ConfigError: another process runs in it, or it holds an earlier run and ``force`` is false.
+    """
+    if paths.lock.exists():
+        with paths.lock.open("r+") as file:
+            if not _try_lock(file.fileno()):
+                raise ConfigError(_running_message(paths, _read_holder(paths.lock)))
+            fcntl.flock(file.fileno(), fcntl.LOCK_UN)
+    if not force and _holds_a_run(paths.root):
+        raise ConfigError(_occupied_message(paths))
+
+
+@contextlib.contextmanager
+def claim_run_directory(paths: RunPaths, *, run_id: str, force: bool) -> Iterator[Path | None]:
+    """Hold the run's folder while the context lasts; yields where an earlier run was moved to, if one was.
+
+    What a killed earlier run of this name left in shared memory is removed. The lock is the kernel's (``flock``): it
+    ends with this process, however that ends.
+
+    Raises:
+        ConfigError: as :func:`check_run_directory`.
+    """
+    paths.lock.parent.mkdir(parents=True, exist_ok=True)
+    with paths.lock.open("a+") as file:
+        if not _try_lock(file.fileno()):
+            raise ConfigError(_running_message(paths, _read_holder(paths.lock)))
+        last = _read_holder(paths.lock)
+        if last is not None:
+            sweep_shared_memory(last.run_id)
+            sweep_sockets(last.run_id)
+        moved = None
+        if _holds_a_run(paths.root):
+            if not force:
+                raise ConfigError(_occupied_message(paths))
+            moved = _move_aside(paths.root)
+        file.seek(0)
+        file.truncate()
+        json.dump({"pid": os.getpid(), "run_id": run_id}, file)
+        file.flush()
+        paths.create()
+        yield moved
+
+
+def _holds_a_run(root: Path) -> bool:
+    return root.is_dir() and any(root.iterdir())
+
+
+def _move_aside(root: Path) -> Path:
+    number = 1
+    while (aside := root.with_name(f"{root.name}.old-{number}")).exists():
+        number += 1
+    root.rename(aside)
+    return aside
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _read_holder(lock: Path) -> Holder | None:
+    try:
+        found: Any = json.loads(lock.read_text(encoding="utf-8"))
+        return Holder(pid=int(found["pid"]), run_id=str(found["run_id"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # written half, or by hand: the kernel's lock decides, this is only for the message
+
+
+def _occupied_message(paths: RunPaths) -> str:
+    return f"{paths.root}: holds an earlier run; choose another trial_name=..., or pass --force to move it aside"
+
+
+def _running_message(paths: RunPaths, holder: Holder | None) -> str:
+    who = f"process {holder.pid}" if holder is not None else "another process"
+    return f"{paths.root}: {who} is running this trial now; stop it first, or choose another trial_name=..."
