@@ -1,0 +1,1 @@
+"""Ways for the bytes of a version to travel: ``disk`` and ``shm``, behind one interface (``base``)."""

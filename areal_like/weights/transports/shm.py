@@ -1,0 +1,199 @@
+"""``shm``: two shared-memory segments that take turns.
+
+Version n of a writer goes to segment n mod 2, so a server may go on reading version n while n + 1 is written. The
+channel publishes one version at a time and ejects who has not staged it, so nobody in rotation still reads the
+segment that is written next; a straggler finds another version in the segment's header, or a wrong digest, and is
+refused. Layout: a header page, then the buckets (``weights.buckets``). Tensors of equal content lie there once.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from areal_like.api.weights import Manifest, TensorEntry, TransportKind
+from areal_like.errors import WeightUpdateError
+from areal_like.weights.buckets import Cursor, Piece, aligned_bucket_bytes, plan_buckets
+from areal_like.weights.digest import byte_chunks, tensor_entry
+from areal_like.weights.manifest import make_manifest
+from areal_like.weights.segments import create_segment, open_segment, read_at, segment_name, segment_path, write_at
+
+#: the buckets start here: one page
+HEADER_BYTES = 4096
+_HEADER = struct.Struct("<8sqqQ32s")
+_MAGIC = b"ALWGTS01"
+#: the version written into a header while the bytes behind it change
+_UNFINISHED = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentHeader:
+    """What a segment holds. ``version`` is -1 while it is being overwritten."""
+
+    incarnation: int
+    version: int
+    bucket_bytes: int
+    digest: str
+
+    def pack(self) -> bytes:
+        return _HEADER.pack(_MAGIC, self.incarnation, self.version, self.bucket_bytes, self.digest.encode())
+
+    @classmethod
+    def unpack(cls, data: bytes) -> SegmentHeader | None:
+        """None when ``data`` is no header."""
+        magic, incarnation, version, bucket_bytes, digest = _HEADER.unpack(data)
+        if magic != _MAGIC:
+            return None
+        return cls(
+            incarnation=incarnation, version=version, bucket_bytes=bucket_bytes, digest=digest.rstrip(b"\0").decode()
+        )
+
+
+class ShmWriter:
+    """Owns the two segments of a run; the files go when it is closed."""
+
+    def __init__(self, run_id: str, *, bucket_bytes: int) -> None:
+        self._bucket_bytes = aligned_bucket_bytes(bucket_bytes)
+        self._names = tuple(segment_name(run_id, f"weights-{turn}") for turn in range(2))
+        self._fds: list[int | None] = [None, None]
+        self._written = 0
+
+    def write(self, version: int, incarnation: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
+        """See :meth:`WeightWriter.write`."""
+        turn = self._written % 2
+        try:
+            manifest = self._fill(turn, version, incarnation, tensors)
+        except OSError as error:
+            raise WeightUpdateError(
+                f"shared memory segment {self._names[turn]!r}: writing version {version} failed: {error}; "
+                "free memory in /dev/shm or use weights.transport=disk"
+            ) from error
+        self._written += 1
+        return manifest
+
+    def _fill(self, turn: int, version: int, incarnation: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
+        fd = self._open(turn)
+        self._seal(fd, incarnation, _UNFINISHED, "")
+        cursor = Cursor(bucket_bytes=self._bucket_bytes)
+        entries: list[TensorEntry] = []
+        placed: set[tuple[str, str]] = set()
+        for name, tensor in tensors:
+            entry = tensor_entry(name, tensor)
+            entries.append(entry)
+            if _content(entry) not in placed:
+                placed.add(_content(entry))
+                pieces, cursor = cursor.place(entry.nbytes)
+                _write_pieces(fd, tensor, pieces, self._bucket_bytes)
+        manifest = make_manifest(version, incarnation, TransportKind.SHM, self._names[turn], entries)
+        self._seal(fd, incarnation, version, manifest.digest)
+        return manifest
+
+    def _open(self, turn: int) -> int:
+        fd = self._fds[turn]
+        if fd is None:
+            fd = self._fds[turn] = create_segment(self._names[turn])
+        return fd
+
+    def _seal(self, fd: int, incarnation: int, version: int, digest: str) -> None:
+        header = SegmentHeader(incarnation=incarnation, version=version, bucket_bytes=self._bucket_bytes, digest=digest)
+        write_at(fd, memoryview(header.pack()), 0)
+
+    def close(self) -> None:
+        """Remove both segments. Servers that still read one keep it until they close it."""
+        for turn, fd in enumerate(self._fds):
+            if fd is not None:
+                os.close(fd)
+                segment_path(self._names[turn]).unlink(missing_ok=True)
+                self._fds[turn] = None
+
+
+class ShmReader:
+    """Reads one version out of a segment, and refuses once the segment holds another."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        try:
+            self._fd = open_segment(manifest.location)
+        except (OSError, ValueError) as error:
+            raise WeightUpdateError(
+                f"version {manifest.version}: segment {manifest.location!r} cannot be opened: {error}; "
+                "shm works on one host and while the trainer lives"
+            ) from error
+        try:
+            self._pieces = _plan(manifest.tensors, self._check().bucket_bytes)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def read_into(self, entry: TensorEntry, target: torch.Tensor) -> None:
+        """See :meth:`WeightReader.read_into`."""
+        buffer = memoryview(target.reshape(-1).view(torch.uint8).numpy())
+        header = self._check()
+        try:
+            for piece in self._pieces[_content(entry)]:
+                part = buffer[piece.tensor_offset : piece.tensor_offset + piece.nbytes]
+                read_at(self._fd, part, _position(piece, header.bucket_bytes))
+        except (OSError, EOFError) as error:
+            raise WeightUpdateError(f"tensor {entry.name!r}: segment {self._manifest.location!r}: {error}") from error
+        self._check()  # overwritten meanwhile? then what was read is a mixture
+
+    def _check(self) -> SegmentHeader:
+        data = bytearray(_HEADER.size)
+        try:
+            read_at(self._fd, memoryview(data), 0)
+        except (OSError, EOFError) as error:
+            raise WeightUpdateError(f"segment {self._manifest.location!r} has no header: {error}") from error
+        wanted = self._manifest
+        header = SegmentHeader.unpack(bytes(data))
+        if header is None:
+            raise WeightUpdateError(f"segment {wanted.location!r} holds no weights of ours")
+        found = (header.incarnation, header.version, header.digest)
+        if found != (wanted.incarnation, wanted.version, wanted.digest):
+            raise WeightUpdateError(
+                f"segment {wanted.location!r} no longer holds version {wanted.version} of incarnation "
+                f"{wanted.incarnation}: now version {header.version} of {header.incarnation}; ask for the current one"
+            )
+        return header
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._fd)
+
+
+def _content(entry: TensorEntry) -> tuple[str, str]:
+    """Equal for tensors that may share bytes. The digest covers dtype and shape as well."""
+    return entry.digest, entry.dtype
+
+
+def _position(piece: Piece, bucket_bytes: int) -> int:
+    return HEADER_BYTES + piece.bucket * bucket_bytes + piece.offset
+
+
+def _write_pieces(fd: int, tensor: torch.Tensor, pieces: Sequence[Piece], bucket_bytes: int) -> None:
+    """Chunks come off the tensor's device, pieces cut them at bucket boundaries."""
+    start = 0
+    for chunk in byte_chunks(tensor):
+        end = start + len(chunk)
+        for piece in pieces:
+            first = max(start, piece.tensor_offset)
+            last = min(end, piece.tensor_offset + piece.nbytes)
+            if first < last:
+                position = _position(piece, bucket_bytes) + first - piece.tensor_offset
+                write_at(fd, chunk[first - start : last - start], position)
+        start = end
+
+
+def _plan(entries: Sequence[TensorEntry], bucket_bytes: int) -> dict[tuple[str, str], tuple[Piece, ...]]:
+    """The writer's layout, derived again from the manifest."""
+    distinct = {_content(entry): entry.nbytes for entry in entries}
+    return dict(zip(distinct, plan_buckets(distinct.values(), bucket_bytes), strict=True))
