@@ -9,7 +9,7 @@ rewards (which normally share one reward). All arithmetic is float64. Nothing de
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Literal
 
@@ -64,6 +64,11 @@ class RewardScale:
     scale_B: Tensor
 
 
+def norm_settings(source: object) -> NormSettings:
+    """Read every field from the attribute of the same name of ``source`` (``actor.adv_norm``)."""
+    return NormSettings(**{f.name: getattr(source, f.name) for f in fields(NormSettings)})
+
+
 #: named methods: how each turns rewards into advantages
 ADVANTAGES: Mapping[str, NormSettings] = MappingProxyType(
     {
@@ -93,8 +98,8 @@ def reward_table(rewards: Sequence[float], group_ids: Sequence[str], episode_ids
     """
     if not len(rewards) == len(group_ids) == len(episode_ids):
         raise ValueError(
-            f"rewards ({len(rewards)}), group ids ({len(group_ids)}) and episode ids ({len(episode_ids)}) must be equally "
-            "many: one of each for every row of the batch"
+            f"rewards ({len(rewards)}), group ids ({len(group_ids)}) and episode ids ({len(episode_ids)}) differ in "
+            "number: give one of each for every row of the batch"
         )
     reward_B = torch.tensor(list(rewards), dtype=torch.float64)
     if not bool(torch.isfinite(reward_B).all()):

@@ -94,7 +94,7 @@ def chunked_logprobs(
         raise ValueError(f"hidden states {tuple(hidden_TD.shape)} and targets {tuple(target_T.shape)} must agree in T")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
-    logprob_T, entropy_T = _ChunkedLogProbs.apply(
+    logprob_T, entropy_T = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
         hidden_TD, head_VD, bias_V, target_T, ban, _checked(temperature), chunk_tokens
     )
     return LogProbs(logprob_T=logprob_T, entropy_T=entropy_T)
@@ -140,7 +140,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         return logprob_T, entropy_T
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_logprob_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TD, head_VD, bias_V, target_T, lse_T, entropy_T = ctx.saved_tensors
         grad_hidden_TD = torch.empty_like(hidden_TD)

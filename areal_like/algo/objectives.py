@@ -6,12 +6,24 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from areal_like.algo.ppo import decoupled_ppo, ppo
+from areal_like.algo.sequence import gspo, gspo_token, topr
 from areal_like.algo.settings import ObjectiveSettings
+from areal_like.algo.soft import cispo, sapo
 from areal_like.algo.terms import PolicyTerms, TokenLoss
 
 Objective = Callable[[PolicyTerms, ObjectiveSettings], TokenLoss]
 
-OBJECTIVES: Mapping[str, Objective] = MappingProxyType({"decoupled_ppo": decoupled_ppo, "ppo": ppo})
+OBJECTIVES: Mapping[str, Objective] = MappingProxyType(
+    {
+        "decoupled_ppo": decoupled_ppo,
+        "ppo": ppo,
+        "gspo": gspo,
+        "gspo_token": gspo_token,
+        "cispo": cispo,
+        "sapo": sapo,
+        "topr": topr,
+    }
+)
 
 
 def get_objective(name: str) -> Objective:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from areal_like.config.backend import BackendSpec, parse_backend
 from areal_like.config.section import Section
@@ -33,7 +33,10 @@ class MicroBatchConfig(Section):
 class NormConfig(Section):
     mean_level: Literal["group", "batch"] | None = "group"
     std_level: Literal["group", "batch"] | None = "group"
-    mean_leave1out: bool = False
+    mean_leave1out: bool = Field(False, description="the baseline leaves the episode's own reward out")
+    std_of: Literal["rewards", "centred"] = Field(
+        "rewards", description="deviation of the rewards, or of what is left after the baseline"
+    )
 
 
 class ActorConfig(Section):
@@ -41,14 +44,28 @@ class ActorConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     mb_spec: MicroBatchConfig = Field(default_factory=MicroBatchConfig)
+    objective: Literal["decoupled_ppo", "ppo", "gspo", "gspo_token", "cispo", "sapo", "topr"] = Field(
+        "decoupled_ppo", description="policy objective (docs/algorithms.md)"
+    )
     ppo_n_minibatches: int = Field(1, ge=1, description="optimiser steps per step of the loop")
     eps_clip: float = Field(0.2, gt=0, lt=1, description="ε: the ratio theta/prox is clipped below at 1 - ε")
+    tau_positive: float = Field(1.0, gt=0, description="SAPO: temperature of the gate for positive advantages")
+    tau_negative: float = Field(1.05, gt=0, description="SAPO: temperature for negative advantages")
     eps_clip_higher: float | None = Field(None, gt=0, description="ε above; default: eps_clip")
     c_clip: float | None = Field(None, gt=1, description="dual clip for negative advantages")
     prox: Literal["recompute", "interpolate", "behave"] = "recompute"
     behave_cap: float | None = Field(5.0, gt=1, description="cap of exp(prox - behave); null: none")
     behave_mode: Literal["truncate", "mask"] = Field("truncate", description="what happens to weights over the cap")
+    behave_floor: float | None = Field(
+        None, gt=0, lt=1, description="tokens with a smaller weight are dropped; null: none"
+    )
+    behave_level: Literal["token", "sequence", "geometric"] = Field(
+        "token", description="weight of the token, of the whole sequence (product), or its geometric mean"
+    )
     aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"
+    aggregation_constant: float | None = Field(
+        None, gt=0, description="divisor of seq_mean_token_sum, such as gconfig.max_new_tokens"
+    )
     adv_norm: NormConfig = Field(default_factory=NormConfig)
     gradient_checkpointing: bool = False
     threads: int = Field(1, ge=1, description="CPU threads of one rank")
@@ -62,6 +79,25 @@ class ActorConfig(Section):
         if spec.world_size != spec.data or spec.expert != 1:
             raise ValueError(f"{text!r}: only data parallelism (d) is supported; use fsdp:d{spec.world_size}")
         return text
+
+    @model_validator(mode="after")
+    def _objective_fits(self) -> Self:
+        if self.aggregation == "seq_mean_token_sum" and self.aggregation_constant is None:
+            raise ValueError(
+                "aggregation seq_mean_token_sum divides by aggregation_constant, which is missing; "
+                "set it to gconfig.max_new_tokens"
+            )
+        if self.aggregation != "seq_mean_token_sum" and self.aggregation_constant is not None:
+            raise ValueError(
+                f"aggregation_constant ({self.aggregation_constant:g}) has no effect with aggregation "
+                f"{self.aggregation}; remove it or set aggregation: seq_mean_token_sum"
+            )
+        if self.objective in ("gspo", "gspo_token") and self.behave_level != "token":
+            raise ValueError(
+                f"objective {self.objective} takes its weight at its own level (the row's geometric mean); "
+                f"remove behave_level: {self.behave_level}"
+            )
+        return self
 
     @property
     def spec(self) -> BackendSpec:
