@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import shutil
 import tempfile
 from pathlib import Path
 
-#: where Linux shows POSIX shared memory
-SHM_FOLDER = Path("/dev/shm")
+from areal_like.weights.segments import remove_segments
+
 #: a Unix socket's whole path must fit into 107 bytes; this much is left for the folder
 _LONGEST_SOCKET_FOLDER = 70
 
@@ -19,38 +18,23 @@ def new_run_id() -> str:
     return secrets.token_hex(4)
 
 
-def shm_prefix(run_id: str) -> str:
-    """How the names of every shared-memory segment of a run begin."""
-    return f"areal-{run_id}-"
-
-
-def shared_memory_of(run_id: str) -> tuple[str, ...]:
-    """Names of the segments that a run holds now."""
-    if not SHM_FOLDER.is_dir():
-        return ()
-    return tuple(sorted(path.name for path in SHM_FOLDER.glob(f"{shm_prefix(run_id)}*")))
-
-
-def sweep_shared_memory(run_id: str) -> tuple[str, ...]:
-    """Unlink every segment of a run whose processes have ended; returns their names."""
-    names = shared_memory_of(run_id)
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):
-            (SHM_FOLDER / name).unlink()
-    return names
-
-
 def make_socket_folder(run_id: str) -> Path:
     """A folder of mode 0700 for the run's ``ipc://`` sockets, short enough for their names."""
-    folder = Path(tempfile.mkdtemp(prefix=f"areal-{run_id}-"))
+    prefix = _socket_prefix(run_id)
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
     if len(str(folder)) > _LONGEST_SOCKET_FOLDER and Path("/tmp").is_dir():
         folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix=f"areal-{run_id}-", dir="/tmp"))
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))
     return folder
 
 
-def sweep_sockets(run_id: str) -> None:
-    """Remove the socket folders of a run whose processes have ended."""
+def sweep(run_id: str) -> None:
+    """Remove the sockets and shared memory of a run whose processes have ended."""
     for base in {tempfile.gettempdir(), "/tmp"}:
-        for folder in Path(base).glob(f"areal-{run_id}-*"):
+        for folder in Path(base).glob(f"{_socket_prefix(run_id)}*"):
             shutil.rmtree(folder, ignore_errors=True)
+    remove_segments(run_id)
+
+
+def _socket_prefix(run_id: str) -> str:
+    return f"areal-like-{run_id}-"

@@ -25,7 +25,7 @@ from typing import NoReturn, Self
 from areal_like.config.paths import RunPaths
 from areal_like.errors import ProcessDied
 from launcher.environment import child_environment
-from launcher.leftovers import make_socket_folder, sweep_shared_memory, sweep_sockets
+from launcher.leftovers import make_socket_folder, sweep
 
 #: lines of a dead process's log that its error shows
 _LAST_LINES = 20
@@ -165,8 +165,7 @@ class LocalLauncher:
             await self._wait_ended(self._kill_grace)
         finally:
             self._signal_groups(signal.SIGKILL)
-            sweep_sockets(self.run_id)
-            sweep_shared_memory(self.run_id)
+            sweep(self.run_id)
 
     def statistics(self) -> LauncherStatistics:
         running = sum(not child.ended for child in self._children)

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,10 @@ from typing import Any
 
 from areal_like.config.paths import RunPaths
 from areal_like.errors import ConfigError
-from launcher.leftovers import sweep_shared_memory, sweep_sockets
+from launcher.leftovers import sweep
+
+#: what a lock file's run id must look like before anything is removed in its name
+_RUN_ID = re.compile(r"[0-9A-Za-z-]{4,64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +59,7 @@ def claim_run_directory(paths: RunPaths, *, run_id: str, force: bool) -> Iterato
             raise ConfigError(_running_message(paths, _read_holder(paths.lock)))
         last = _read_holder(paths.lock)
         if last is not None:
-            sweep_shared_memory(last.run_id)
-            sweep_sockets(last.run_id)
+            sweep(last.run_id)
         moved = None
         if _holds_a_run(paths.root):
             if not force:
@@ -93,7 +96,8 @@ def _try_lock(descriptor: int) -> bool:
 def _read_holder(lock: Path) -> Holder | None:
     try:
         found: Any = json.loads(lock.read_text(encoding="utf-8"))
-        return Holder(pid=int(found["pid"]), run_id=str(found["run_id"]))
+        run_id = str(found["run_id"])
+        return Holder(pid=int(found["pid"]), run_id=run_id) if _RUN_ID.fullmatch(run_id) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None  # written half, or by hand: the kernel's lock decides, this is only for the message
 

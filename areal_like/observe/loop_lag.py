@@ -101,7 +101,7 @@ class LoopLagMonitor:
                 continue
             self._alarms += 1
             _LOGGER.warning(
-                "the event loop has been stuck for %.1f s; blocking work belongs in a thread or a process. It is at:\n%s",
+                "the event loop has been stuck for %.1f s; blocking work belongs in a thread or process; at:\n%s",
                 self._alarm_after,
                 _stack_of(watched),
             )

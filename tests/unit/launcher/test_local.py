@@ -17,7 +17,8 @@ import pytest
 
 from areal_like.config.paths import RunPaths
 from areal_like.errors import ProcessDied
-from launcher.leftovers import SHM_FOLDER, new_run_id, shared_memory_of, shm_prefix
+from areal_like.weights.segments import list_segments, segment_name, segment_path
+from launcher.leftovers import new_run_id
 from launcher.local import LocalLauncher, tail
 
 #: a child that says it is ready and waits; ends on SIGTERM
@@ -160,15 +161,15 @@ async def test_a_childs_own_children_end_with_it(tmp_path: Path, how: str) -> No
 
 
 async def test_sockets_and_shared_memory_of_the_run_are_removed_and_of_others_kept(tmp_path: Path) -> None:
-    other = SHM_FOLDER / f"{shm_prefix(new_run_id())}weights"
+    other = segment_path(segment_name(new_run_id(), "weights"))
     other.touch()
     try:
         async with launcher_of(tmp_path, WAITS) as launcher:
-            (SHM_FOLDER / f"{shm_prefix(launcher.run_id)}weights-0").touch()
+            segment_path(segment_name(launcher.run_id, "weights-0")).touch()
             (launcher.socket_folder / "controller.sock").touch()
             assert oct(launcher.socket_folder.stat().st_mode & 0o777) == "0o700"
             assert len(str(launcher.socket_folder)) <= 70
-        assert shared_memory_of(launcher.run_id) == ()
+        assert list_segments(launcher.run_id) == ()
         assert not launcher.socket_folder.exists()
         assert other.exists()
     finally:
