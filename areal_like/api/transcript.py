@@ -69,7 +69,8 @@ class Transcript:
         """The trajectory, with a reward for every answer.
 
         ``returns`` of answer t's tokens is the discounted return-to-go, the sum over k ≥ t of
-        discount^(k - t) · rewards[k] (0 on context). The trajectory's reward is that of its first answer: the total its group is compared by.
+        discount^(k - t) · rewards[k] (0 on context). The trajectory's reward is the return of its first answer: the
+        total by which its group is compared.
 
         Raises:
             ValueError: not one reward per answer, or ``discount`` outside [0, 1].

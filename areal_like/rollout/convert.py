@@ -31,9 +31,9 @@ def to_trajectories(result: object, *, group_id: str, episode_id: str) -> tuple[
     (padding is removed) and ``returns`` [B, L]; further keys are ignored. Its B rows are B trajectories of one episode.
 
     Raises:
-        EpisodeError: the result is something else, or a trajectory is inconsistent: unequal lengths; a token id below 0;
+        EpisodeError: the result is something else, or a trajectory is inconsistent: unequal lengths; a token id < 0;
             a mask other than 0 and 1, or without a 1; a written token without a log-prob ≤ 0 or a version ≥ 0;
-            another token with a log-prob other than 0 or a version other than -1; a reward or return that is not finite.
+            another token with a log-prob other than 0 or a version other than -1; a reward or return not finite.
     """
     where = f"episode {episode_id} of group {group_id}"
     rows = _rows(result, where)
@@ -102,7 +102,12 @@ def _checked(row: Trajectory, where: str) -> Trajectory:
     logprobs = _floats(row.logprobs, f"{where}: logprobs")
     versions = _integers(row.versions, f"{where}: versions")
     returns = None if row.returns is None else _floats(row.returns, f"{where}: returns")
-    arrays = {"token_ids": token_ids, "loss_mask": loss_mask, "logprobs": logprobs, "versions": versions}
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "token_ids": token_ids,
+        "loss_mask": loss_mask,
+        "logprobs": logprobs,
+        "versions": versions,
+    }
     if returns is not None:
         arrays["returns"] = returns
     lengths = {name: array.shape[0] for name, array in arrays.items()}

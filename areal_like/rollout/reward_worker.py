@@ -1,0 +1,114 @@
+"""A process that runs the user's reward function, one call after another. Started by ``reward_pool``; stdlib only.
+
+``python -m areal_like.rollout.reward_worker <parent pid> <socket descriptor> <dotted path>``. Requests are pickles
+from our own parent, each behind its length; answers are JSON lines in the order of the requests, each sent at once, so
+that the parent knows at any moment which call is running.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import json
+import math
+import os
+import pickle
+import pkgutil
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+LENGTH = struct.Struct("!I")
+#: longest message and traceback (its end) that is sent back
+_MESSAGE, _TRACEBACK = 2_000, 16_000
+_PR_SET_PDEATHSIG = 1
+
+
+def finite_number(value: object) -> float:
+    """``value`` as a float.
+
+    Raises:
+        TypeError: it is no number (text and None are none).
+        ValueError: it is not finite.
+    """
+    if inspect.isawaitable(value):
+        raise TypeError("it returned an awaitable; declare the function itself with `async def`")
+    if not hasattr(value, "__float__"):
+        raise TypeError(f"it returned {value!r:.200} ({type(value).__name__}), not a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"it returned {number}, not a finite number")
+    return number
+
+
+def describe(error: BaseException) -> str:
+    """Type and message of ``error`` on one line, then its traceback from the user's frame on."""
+    trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    lines = "".join(traceback.format_exception(type(error), error, trace))
+    summary = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"{summary[:_MESSAGE]}\n{lines[-_TRACEBACK:]}"
+
+
+def answer(function: Callable[..., Any], request: bytes) -> dict[str, Any]:
+    """Run one pickled request ``(positional, keywords)``."""
+    started = time.perf_counter()
+    try:
+        positional, keywords = pickle.loads(request)
+        outcome: dict[str, Any] = {"reward": finite_number(function(*positional, **keywords))}
+    except (Exception, SystemExit) as error:  # supervision boundary: whatever user code raises is an answer
+        outcome = {"error": describe(error)}
+    outcome["seconds"] = time.perf_counter() - started
+    return outcome
+
+
+def serve(channel: socket.socket, path: str) -> None:
+    """Answer requests until the parent closes its end."""
+    try:
+        function = pkgutil.resolve_name(path)
+    except Exception as error:  # supervision boundary: user code runs at import
+        _send(channel, {"error": describe(error)})
+        return
+    _send(channel, {"ready": True})
+    with channel.makefile("rb") as requests:
+        while request := _read(requests):
+            _send(channel, answer(function, request))
+
+
+def _read(requests: BinaryIO) -> bytes:
+    """The next request, or nothing at the end."""
+    head = requests.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return b""
+    return requests.read(LENGTH.unpack(head)[0])
+
+
+def _send(channel: socket.socket, message: dict[str, Any]) -> None:
+    channel.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _die_with(parent: int) -> None:
+    """Be killed by the kernel when the parent dies, however that happens (Linux; elsewhere: at the end of file)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the request
+        sys.exit(1)
+
+
+def main() -> None:
+    parent, descriptor, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    _die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    with socket.socket(fileno=descriptor) as channel:
+        try:
+            serve(channel, path)
+        except (BrokenPipeError, ConnectionResetError):
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Reward functions for the tests of the reward pool: good ones, slow ones, deadly ones."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def length(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
+    return float(len(completion_ids))
+
+
+def process_id(*_: Any, **data: Any) -> int:
+    return os.getpid()
+
+
+def as_told(prompt: str, completions: str, *_: Any, **data: Any) -> Any:
+    """Does what ``completions`` says, so that one pool serves every case."""
+    match completions:
+        case "raise":
+            raise ValueError("the answer\nhas two lines")
+        case "nan":
+            return float("nan")
+        case "none":
+            return None
+        case "text":
+            return "1.0"
+        case "true":
+            return True
+        case "print":
+            sys.stdout.write("to stdout\n")
+            os.write(1, b"raw to descriptor 1\n")
+            return 0.0
+        case "exit":
+            sys.exit(3)
+        case "die":
+            os._exit(4)
+        case "hang":
+            while True:
+                time.sleep(60)
+        case "hang with child":
+            child = subprocess.Popen(["sleep", "600"])
+            Path(data["note"]).write_text(str(child.pid))
+            child.wait()
+        case "die once":
+            note = Path(data["note"])
+            if not note.exists():
+                note.write_text("died")
+                os.kill(os.getpid(), signal.SIGKILL)
+            return 1.0
+    return 1.0
+
+
+def torch_free(*_: Any, **data: Any) -> float:
+    return float("torch" not in sys.modules and "numpy" not in sys.modules)
+
+
+async def awaited(prompt: str, completions: str, *_: Any, **data: Any) -> float:
+    if completions == "hang":
+        await asyncio.Event().wait()
+    if completions == "raise":
+        raise ValueError("no such answer")
+    await asyncio.sleep(0)
+    return 2.0
+
+
+class AsyncCallable:
+    async def __call__(self, *_: Any, **data: Any) -> float:
+        return 3.0
+
+
+async_object = AsyncCallable()
+not_callable = 3
