@@ -62,3 +62,7 @@ class RewardError(EpisodeError):
 
 class BreakerTripped(ArealLikeError):
     """Episodes keep failing; the run ends with the exception that was seen most often."""
+
+
+class RolloutsEnded(ArealLikeError):
+    """A batch was asked for that will never come: the prompts or the steps are used up, or rollouts were stopped."""

@@ -1,0 +1,105 @@
+"""One episode: the user's coroutine under a time limit, and its result as trajectories that may be trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from areal_like.api.engine import InferenceEngine
+from areal_like.api.trajectory import Trajectory
+from areal_like.api.workflow import EpisodeResult, RolloutWorkflow
+from areal_like.errors import EpisodeError
+from areal_like.rollout.episode_engine import EpisodeIdentity
+
+
+class Converter(Protocol):
+    """Turns whatever a workflow may return into trajectories; no trajectories when it rejected the episode."""
+
+    def __call__(self, result: EpisodeResult, *, group_id: str, episode_id: str) -> tuple[Trajectory, ...]:
+        """Convert and check one result.
+
+        Raises:
+            EpisodeError: the result breaks the contract of ``arun_episode``.
+        """
+        ...
+
+
+async def run_episode(
+    workflow: RolloutWorkflow,
+    engine: InferenceEngine,
+    data: Mapping[str, Any],
+    *,
+    identity: EpisodeIdentity,
+    time_limit: float,
+    convert: Converter,
+) -> tuple[Trajectory, ...]:
+    """Run one episode. An empty result means that the workflow rejected it.
+
+    Args:
+        data: the dataset row; the workflow gets a deep copy.
+        time_limit: seconds.
+
+    Raises:
+        EpisodeError: it ran past the limit, cancelled itself, left the interpreter, or broke the contract.
+        Exception: whatever the workflow raised.
+    """
+    deadline = asyncio.timeout(time_limit)
+    try:
+        with own_cancellation_only(f"episode {identity.episode_id}"):
+            async with deadline:
+                result = await workflow.arun_episode(engine, copy.deepcopy(dict(data)))
+    except TimeoutError as error:
+        if not deadline.expired():
+            raise
+        raise EpisodeError(
+            f"episode {identity.episode_id} ran past rollout.episode_timeout = {time_limit} s; "
+            f"raise the limit, or bound what the workflow waits for"
+        ) from error
+    if result is None:
+        return ()
+    return convert(result, group_id=identity.group_id, episode_id=identity.episode_id)
+
+
+@contextmanager
+def own_cancellation_only(what: str) -> Iterator[None]:
+    """Around user code: lets our cancellation of this task through, and turns what the code does to itself into errors.
+
+    A ``CancelledError`` that leaks out of it would end the task in silence, and its group would never end; a
+    ``SystemExit`` would end the controller.
+
+    Raises:
+        EpisodeError: the code cancelled itself, or called ``sys.exit``.
+    """
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise EpisodeError(f"{what} was cancelled by its own code; let no CancelledError out of it") from error
+    except SystemExit as error:
+        raise EpisodeError(f"{what} called exit({error}); return or raise instead") from error
+
+
+def check_versions(trajectories: Sequence[Trajectory], *, stamp: int, episode_id: str) -> None:
+    """The staleness bound rests on this: no token of a group is older than the group's stamp.
+
+    Raises:
+        EpisodeError: a trajectory holds no token that the policy wrote, or one that is older than ``stamp``.
+    """
+    for trajectory in trajectories:
+        written = trajectory.versions[trajectory.versions >= 0]
+        if not written.size:
+            raise EpisodeError(
+                f"episode {episode_id}: a trajectory of {trajectory.length} tokens holds none that the policy wrote "
+                f"(every version is -1); pass the versions of the engine's answer on, or return None to reject it"
+            )
+        oldest = int(written.min())
+        if oldest < stamp:
+            raise EpisodeError(
+                f"episode {episode_id}: a trajectory holds a token of version {oldest}, but its group was stamped "
+                f"{stamp} when its first request left; return only what this episode generated"
+            )

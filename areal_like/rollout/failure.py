@@ -1,0 +1,77 @@
+"""What an exception out of an episode means: whose fault it is, and how it is recognised when it comes again."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator
+from enum import StrEnum
+
+from areal_like.errors import InfrastructureError, NoServerAvailable, RequestError
+
+#: lines of a traceback that are shown in one message: the innermost frames, where the fault is
+TRACEBACK_TAIL = 12
+#: numbers and addresses differ between two occurrences of the same fault
+_VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
+
+
+class FailureKind(StrEnum):
+    """What to do about a failed episode."""
+
+    FATAL = "fatal"  #: no server is left: the run cannot go on
+    INFRASTRUCTURE = "infrastructure"  #: a server or worker failed: try again, the workflow is not to blame
+    REQUEST = "request"  #: a request that can never succeed: trying again would ask the same
+    WORKFLOW = "workflow"  #: the user's code failed, or ran past its time limit
+
+
+def kind_of(error: BaseException) -> FailureKind:
+    """Judge an exception by what caused it: explicit causes and the members of exception groups count."""
+    causes = list(_causes(error))
+    if no_server_in(error) is not None:
+        return FailureKind.FATAL
+    if any(isinstance(c, InfrastructureError) for c in causes):
+        return FailureKind.INFRASTRUCTURE
+    if any(isinstance(c, RequestError) for c in causes):
+        return FailureKind.REQUEST
+    return FailureKind.WORKFLOW
+
+
+def no_server_in(error: BaseException) -> NoServerAvailable | None:
+    """The cause that makes an exception fatal, if it is."""
+    return next((c for c in _causes(error) if isinstance(c, NoServerAvailable)), None)
+
+
+def signature_of(error: BaseException) -> str:
+    """The same for two occurrences of one fault: type, place, and the message without its numbers."""
+    leaf = root_of(error)
+    frames = traceback.extract_tb(leaf.__traceback__)
+    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "?"
+    return f"{type(leaf).__qualname__}|{place}|{_VARYING.sub('#', str(leaf))[:200]}"
+
+
+def headline_of(error: BaseException) -> str:
+    """``Type: message`` on one line."""
+    leaf = root_of(error)
+    return f"{type(leaf).__qualname__}: {' '.join(str(leaf).split())[:500]}"
+
+
+def traceback_tail(error: BaseException) -> str:
+    """The innermost lines of the traceback, causes included."""
+    lines = "".join(traceback.format_exception(root_of(error))).rstrip().splitlines()
+    return "\n".join(lines[-TRACEBACK_TAIL:])
+
+
+def root_of(error: BaseException) -> BaseException:
+    """The first member of an exception group, found through nested groups; any other exception itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    yield error
+    if isinstance(error, BaseExceptionGroup):
+        for member in error.exceptions:
+            yield from _causes(member)
+    if error.__cause__ is not None:
+        yield from _causes(error.__cause__)
