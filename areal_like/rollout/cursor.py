@@ -89,8 +89,6 @@ class PromptCursor:
                 f"PromptCursor.advance: all {self._epochs} epochs of {self._n_prompts} prompts were handed out; "
                 f"look at `exhausted` first"
             )
-                f"PromptCursor.advance: all {self._epochs} epochs of {self._n_prompts} prompts were handed out; ask `exhausted` first"
-            )
         prompt = PromptId(epoch=self._epoch, index=self._row(self._epoch, self._position))
         self._position += 1
         if self._position == self._n_prompts:
