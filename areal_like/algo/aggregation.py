@@ -57,7 +57,7 @@ def aggregate(
 
 
 def _check(mode: AggregationMode, denominator: float | None, constant: float | None, local: float) -> None:
-    if denominator is None or denominator < local:
+    if denominator is None or not denominator >= local:  # NaN too
         raise ValueError(
             f"aggregation {mode}: the global denominator of the minibatch is needed and must cover this part's "
             f"{local:g}; got {denominator}; sum local_denominator over all micro-batches and ranks first"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from areal_like.algo.settings import BehaveLevel, ObjectiveSettings
-from areal_like.algo.terms import MAX_LOG_RATIO, PolicyTerms, log_ratio, row_mean, row_sum
+from areal_like.algo.terms import MAX_LOG_RATIO, PolicyTerms, log_ratio, row_mean, row_sum, unmasked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +28,10 @@ def log_ratio_at(level: BehaveLevel, log_ratio_T: Tensor, terms: PolicyTerms) ->
     if level == "token":
         return log_ratio_T
     if level == "sequence":
-        log_ratio_B = row_sum(torch.where(terms.mask_T, log_ratio_T, 0.0), terms.row_T, terms.rows)
+        log_ratio_B = row_sum(unmasked(log_ratio_T, terms.mask_T), terms.row_T, terms.rows)
     else:
         log_ratio_B = row_mean(log_ratio_T, terms.mask_T, terms.row_T, terms.rows)
-    return torch.where(terms.mask_T, log_ratio_B[terms.row_T].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), 0.0)
+    return unmasked(log_ratio_B[terms.row_T].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), terms.mask_T)
 
 
 def behave_weight(terms: PolicyTerms, settings: ObjectiveSettings, level: BehaveLevel | None = None) -> BehaveWeight:

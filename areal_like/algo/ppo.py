@@ -12,7 +12,7 @@ from torch import Tensor
 
 from areal_like.algo.behave import behave_weight
 from areal_like.algo.settings import ObjectiveSettings
-from areal_like.algo.terms import PolicyTerms, TokenLoss, log_ratio
+from areal_like.algo.terms import PolicyTerms, TokenLoss, log_ratio, unmasked
 
 
 def clipped_surrogate(ratio_T: Tensor, advantage_T: Tensor, settings: ObjectiveSettings) -> tuple[Tensor, Tensor]:
@@ -36,10 +36,10 @@ def decoupled_ppo(terms: PolicyTerms, settings: ObjectiveSettings) -> TokenLoss:
     Decoupled PPO (Hilton et al. 2021, eq. 2; AReaL, Fu et al. 2025, eq. 5). The dual clip acts before w.
     """
     ratio_T = log_ratio(terms.theta_T, terms.prox_T, terms.mask_T).exp()
-    surrogate_T, clipped_T = clipped_surrogate(ratio_T, terms.advantage_T, settings)
+    surrogate_T, clipped_T = clipped_surrogate(ratio_T, unmasked(terms.advantage_T, terms.mask_T), settings)
     behave = behave_weight(terms, settings)
     return TokenLoss(
-        loss_T=torch.where(terms.mask_T, behave.weight_T * surrogate_T, 0.0),
+        loss_T=unmasked(behave.weight_T * surrogate_T, terms.mask_T),
         ratio_T=ratio_T.detach(),
         weight_T=behave.weight_T,
         clipped_T=clipped_T & terms.mask_T,

@@ -40,9 +40,9 @@ class ProxInputs:
 
 
 def interpolation_weight(version_T: Tensor, version: int, progress: float) -> Tensor:
-    """α = (v − b)/(v − b + m/M) [T], 0 where b = v; float32. Exact if log-probs move linearly in the version."""
-    lag_T = (version - version_T).clamp(min=0).to(torch.float32)
-    return torch.where(lag_T > 0, lag_T / (lag_T + progress), 0.0)
+    """α = (v − b)/(v − b + m/M) [T], 0 where b = v; float64. Exact if log-probs move linearly in the version."""
+    lag_T = (version - version_T).clamp(min=0).to(torch.float64)
+    return torch.where(lag_T > 0, lag_T / (lag_T + progress), 0.0)  # 0 / 0 is NaN and not chosen
 
 
 def proximal_logprobs(mode: ProxMode, inputs: ProxInputs) -> Tensor:

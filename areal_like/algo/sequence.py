@@ -11,7 +11,7 @@ from torch import Tensor
 from areal_like.algo.behave import behave_weight, log_ratio_at
 from areal_like.algo.ppo import clipped_surrogate
 from areal_like.algo.settings import ObjectiveSettings
-from areal_like.algo.terms import PolicyTerms, TokenLoss, log_ratio
+from areal_like.algo.terms import PolicyTerms, TokenLoss, log_ratio, unmasked
 
 
 def gspo(terms: PolicyTerms, settings: ObjectiveSettings) -> TokenLoss:
@@ -35,10 +35,10 @@ def gspo_token(terms: PolicyTerms, settings: ObjectiveSettings) -> TokenLoss:
 
 
 def _gspo(terms: PolicyTerms, settings: ObjectiveSettings, ratio_T: Tensor) -> TokenLoss:
-    surrogate_T, clipped_T = clipped_surrogate(ratio_T, terms.advantage_T, settings)
+    surrogate_T, clipped_T = clipped_surrogate(ratio_T, unmasked(terms.advantage_T, terms.mask_T), settings)
     behave = behave_weight(terms, settings, level="geometric")
     return TokenLoss(
-        loss_T=torch.where(terms.mask_T, behave.weight_T * surrogate_T, 0.0),
+        loss_T=unmasked(behave.weight_T * surrogate_T, terms.mask_T),
         ratio_T=ratio_T.detach(),
         weight_T=behave.weight_T,
         clipped_T=clipped_T & terms.mask_T,
@@ -55,12 +55,12 @@ def topr(terms: PolicyTerms, settings: ObjectiveSettings) -> TokenLoss:
     """
     log_r_T = log_ratio(terms.theta_T, terms.behave_T, terms.mask_T).detach()
     ratio_T = log_ratio_at("sequence", log_r_T, terms).exp()
-    taper_T = torch.where(terms.advantage_T < 0, ratio_T.clamp(max=1.0), 1.0)
-    theta_T = torch.where(terms.mask_T, terms.theta_T, 0.0)
+    advantage_T = unmasked(terms.advantage_T, terms.mask_T)
+    taper_T = torch.where(advantage_T < 0, ratio_T.clamp(max=1.0), 1.0)
     return TokenLoss(
-        loss_T=torch.where(terms.mask_T, -taper_T * terms.advantage_T * theta_T, 0.0),
+        loss_T=-taper_T * advantage_T * unmasked(terms.theta_T, terms.mask_T),
         ratio_T=ratio_T,
-        weight_T=torch.where(terms.mask_T, taper_T, 1.0),
-        clipped_T=terms.mask_T & (terms.advantage_T < 0) & (ratio_T > 1.0),
+        weight_T=taper_T,
+        clipped_T=(advantage_T < 0) & (ratio_T > 1.0),
         dropped_T=torch.zeros_like(terms.mask_T),
     )

@@ -9,7 +9,7 @@ import torch
 
 from areal_like.algo.behave import behave_weight
 from areal_like.algo.settings import ObjectiveSettings
-from areal_like.algo.terms import PolicyTerms, TokenLoss, log_ratio
+from areal_like.algo.terms import PolicyTerms, TokenLoss, log_ratio, unmasked
 
 
 def cispo(terms: PolicyTerms, settings: ObjectiveSettings) -> TokenLoss:
@@ -20,9 +20,9 @@ def cispo(terms: PolicyTerms, settings: ObjectiveSettings) -> TokenLoss:
     ratio_T = log_ratio(terms.theta_T, terms.prox_T, terms.mask_T).exp().detach()
     bounded_T = ratio_T.clamp(max=1.0 + settings.eps_high)
     behave = behave_weight(terms, settings)
-    theta_T = torch.where(terms.mask_T, terms.theta_T, 0.0)
+    gain_T = unmasked(terms.advantage_T, terms.mask_T) * unmasked(terms.theta_T, terms.mask_T)
     return TokenLoss(
-        loss_T=torch.where(terms.mask_T, -behave.weight_T * bounded_T * terms.advantage_T * theta_T, 0.0),
+        loss_T=-behave.weight_T * bounded_T * gain_T,
         ratio_T=ratio_T,
         weight_T=behave.weight_T,
         clipped_T=terms.mask_T & (ratio_T > bounded_T),
@@ -37,12 +37,14 @@ def sapo(terms: PolicyTerms, settings: ObjectiveSettings) -> TokenLoss:
     ``clipped_T`` marks tokens whose slope is below one half.
     """
     ratio_T = log_ratio(terms.theta_T, terms.prox_T, terms.mask_T).exp()
-    tau_T = torch.where(terms.advantage_T > 0, settings.tau_positive, settings.tau_negative).to(ratio_T.dtype)
+    advantage_T = unmasked(terms.advantage_T, terms.mask_T)
+    positive_T = (advantage_T > 0).to(ratio_T.dtype)
+    tau_T = positive_T * settings.tau_positive + (1.0 - positive_T) * settings.tau_negative
     gate_T = torch.sigmoid(tau_T * (ratio_T - 1.0))
     behave = behave_weight(terms, settings)
     slope_T = (4.0 * gate_T * (1.0 - gate_T)).detach()
     return TokenLoss(
-        loss_T=torch.where(terms.mask_T, -behave.weight_T * terms.advantage_T * (4.0 / tau_T) * gate_T, 0.0),
+        loss_T=-behave.weight_T * advantage_T * (4.0 / tau_T) * gate_T,
         ratio_T=ratio_T.detach(),
         weight_T=behave.weight_T,
         clipped_T=terms.mask_T & (slope_T < 0.5),

@@ -61,12 +61,15 @@ class TokenLoss:
     dropped_T: Tensor
 
 
+def unmasked(value_T: Tensor, mask_T: Tensor) -> Tensor:
+    """``value_T`` with 0 where masked, so that garbage there reaches neither value nor gradient."""
+    return torch.where(mask_T, value_T, torch.zeros((), dtype=value_T.dtype, device=value_T.device))
+
+
 def log_ratio(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor) -> Tensor:
     """log(numerator/denominator) [T], 0 where masked, clamped to ±:data:`MAX_LOG_RATIO`."""
-    zero = torch.zeros((), dtype=numerator_T.dtype, device=numerator_T.device)
-    numerator_T = torch.where(mask_T, numerator_T, zero)
-    denominator_T = torch.where(mask_T, denominator_T, zero)
-    return (numerator_T - denominator_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    difference_T = unmasked(numerator_T, mask_T) - unmasked(denominator_T, mask_T)
+    return difference_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def row_sum(value_T: Tensor, row_T: Tensor, rows: int) -> Tensor:
@@ -76,6 +79,5 @@ def row_sum(value_T: Tensor, row_T: Tensor, rows: int) -> Tensor:
 
 def row_mean(value_T: Tensor, mask_T: Tensor, row_T: Tensor, rows: int) -> Tensor:
     """Mean over the unmasked tokens of every row: [T] -> [B]; 0 for rows without any. Differentiable."""
-    kept_T = torch.where(mask_T, value_T, torch.zeros((), dtype=value_T.dtype, device=value_T.device))
     count_B = row_sum(mask_T.to(value_T.dtype), row_T, rows)
-    return row_sum(kept_T, row_T, rows) / count_B.clamp(min=1.0)
+    return row_sum(unmasked(value_T, mask_T), row_T, rows) / count_B.clamp(min=1.0)
