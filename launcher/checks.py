@@ -1,0 +1,255 @@
+"""Everything that can be found wrong before a process starts.
+
+Each check looks at one thing and raises ConfigError, or returns warnings. :func:`check_experiment` runs them all and
+raises once, with every fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_like.api.weights import TransportKind
+from areal_like.config.experiment import ExperimentConfig
+from areal_like.config.paths import RunPaths
+from areal_like.errors import ConfigError
+from areal_like.rollout.datasets import read_jsonl
+from areal_like.rollout.plugins import check_workflow, import_callable
+from areal_like.weights.segments import segment_directory
+from launcher.devices import Machine, this_machine
+from launcher.model_files import ModelFacts, inspect_model
+from launcher.processes import compute_threads, gpus_wanted, plan_processes
+from launcher.run_directory import check_run_directory
+
+#: rows whose prompts are measured; a few seconds at most
+_MEASURED_ROWS = 5_000
+#: copies of the weights that shared memory should have room for: the live one, the next, and the page table's slack
+_SHM_COPIES = 3
+_LOOPBACK = ("127.", "localhost", "::1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """What was found of an experiment that may run. ``warnings`` are worth reading, and stop nothing."""
+
+    warnings: tuple[str, ...]
+    train_rows: int
+    valid_rows: int
+    model: ModelFacts
+
+
+def check_experiment(
+    config: ExperimentConfig, *, force: bool = False, run_directory: bool = True, machine: Machine | None = None
+) -> CheckReport:
+    """Run every check. ``force`` allows a folder that holds an earlier run; ``run_directory=False`` skips that check.
+
+    Raises:
+        ConfigError: one message with every fault.
+    """
+    machine = machine or this_machine()
+    gathered = _Gathered()
+    gathered.run(lambda: check_backend(config, machine))
+    model = gathered.run(lambda: inspect_model(Path(config.model.path)))
+    rows = gathered.run(lambda: _read_dataset("train_dataset.path", config.train_dataset.path, None)) or []
+    valid = _valid_rows(config, gathered)
+    gathered.run(lambda: check_plugins(config))
+    gathered.run(lambda: check_ports(config.rollout.host, config.rollout.port, config.rollout.spec.data))
+    if run_directory:
+        gathered.run(lambda: check_run_directory(RunPaths.of(config), force=force))
+    if model is not None:
+        gathered.run(lambda: check_context(config, model, rows))
+        gathered.run(lambda: check_shared_memory(config, model))
+    gathered.warnings += resource_warnings(config, machine, len(rows))
+    gathered.raise_faults()
+    if model is None:
+        raise AssertionError("a model that could not be inspected is a fault")
+    return CheckReport(warnings=tuple(gathered.warnings), train_rows=len(rows), valid_rows=len(valid), model=model)
+
+
+class _Gathered:
+    """Runs checks one after the other and keeps what they find."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        self.warnings: list[str] = []
+
+    def run(self, check: Callable[[], Any]) -> Any:
+        """The check's result, or None if it raised; a list of text is a list of warnings."""
+        try:
+            found = check()
+        except ConfigError as error:
+            self.faults.append(str(error))
+            return None
+        if isinstance(found, list) and all(isinstance(entry, str) for entry in found):
+            self.warnings += found
+        return found
+
+    def raise_faults(self) -> None:
+        if len(self.faults) == 1:
+            raise ConfigError(self.faults[0])
+        if self.faults:
+            listed = "\n".join(f"  {fault}" for fault in self.faults)
+            raise ConfigError(f"{len(self.faults)} faults\n{listed}")
+
+
+def check_backend(config: ExperimentConfig, machine: Machine) -> None:
+    """The engines are built, and the devices that were asked for exist."""
+    spec = config.rollout.spec
+    if spec.name != "embedded":
+        raise ConfigError(f"rollout.backend: {config.rollout.backend!r} is not built yet; use embedded:d{spec.data}")
+    if spec.world_size != spec.data or spec.expert != 1:
+        raise ConfigError(
+            f"rollout.backend: {config.rollout.backend!r}: an embedded server computes on one device; "
+            f"use embedded:d{spec.data}"
+        )
+    for key, device in (("rollout.device", config.rollout.device), ("actor.device", config.actor.device)):
+        if device == "cuda" and machine.gpus == 0:
+            raise ConfigError(f"{key}: 'cuda' was asked for, and torch can use no GPU here; use auto or cpu")
+
+
+def check_plugins(config: ExperimentConfig) -> None:
+    """The user's dotted paths import, and name the right kind of thing."""
+    check_workflow(config.workflow, has_reward=config.reward_fn is not None, workflow_args=config.workflow_args)
+    for key, path in (("reward_fn", config.reward_fn), ("rollout.accept_fn", config.rollout.accept_fn)):
+        if path is not None:
+            import_callable(path, key)
+
+
+def check_ports(host: str, first: int, count: int) -> None:
+    """Ports ``first`` to ``first + count - 1`` can be bound (0: the system will choose)."""
+    if first == 0:
+        return
+    if first + count - 1 > 65535:
+        raise ConfigError(f"rollout.port: {count} servers from port {first} end beyond 65535; use a lower port, or 0")
+    for port in range(first, first + count):
+        _check_port(host, port)
+
+
+def _check_port(host: str, port: int) -> None:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"rollout.host: {host!r} is no address of this machine: {error}") from None
+    with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(
+                    f"rollout.port: {host}:{port} is in use by another process; stop it, choose another port, "
+                    f"or rollout.port=0 to let the system choose"
+                ) from None
+            raise ConfigError(f"rollout.port: {host}:{port} cannot be bound: {os.strerror(error.errno or 0)}") from None
+
+
+def check_context(config: ExperimentConfig, model: ModelFacts, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Prompts and answers fit into the model, as far as that can be known beforehand."""
+    limit = model.context_length
+    asked = config.rollout.context_length
+    if limit is not None and asked is not None and asked > limit:
+        raise ConfigError(f"rollout.context_length: {asked} exceeds the model's own limit of {limit}")
+    limit = asked or limit
+    if limit is None:
+        return []
+    if config.gconfig.min_new_tokens >= limit:
+        raise ConfigError(
+            f"gconfig.min_new_tokens: {config.gconfig.min_new_tokens} leaves no room for a prompt in {limit} tokens"
+        )
+    warnings = []
+    if config.gconfig.max_new_tokens >= limit:
+        warnings.append(
+            f"gconfig.max_new_tokens ({config.gconfig.max_new_tokens}) is not below the context of {limit} tokens: "
+            f"answers end where the context does"
+        )
+    return warnings + _prompt_warnings(config, model, rows[:_MEASURED_ROWS], limit)
+
+
+def _prompt_warnings(
+    config: ExperimentConfig, model: ModelFacts, rows: Sequence[dict[str, Any]], limit: int
+) -> list[str]:
+    lengths = _prompt_lengths(model.folder / "tokenizer.json", rows)
+    if not lengths:
+        return []
+    longest = max(lengths, key=lambda row: lengths[row])
+    length = lengths[longest]
+    where = f"train_dataset.path: the prompt of row {longest + 1} has at least {length} tokens"
+    if length >= limit:
+        return [f"{where}, and the context holds {limit}: a request with it fails"]
+    if length + config.gconfig.max_new_tokens > limit:
+        return [f"{where}: with max_new_tokens={config.gconfig.max_new_tokens} it exceeds the context of {limit}"]
+    return []
+
+
+def _prompt_lengths(tokenizer_file: Path, rows: Sequence[dict[str, Any]]) -> dict[int, int]:
+    """Tokens of the prompts that rows hold as text or ids, by row; a chat template adds to them."""
+    lengths = {i: len(row["input_ids"]) for i, row in enumerate(rows) if isinstance(row.get("input_ids"), list)}
+    texts = {i: row["prompt"] for i, row in enumerate(rows) if i not in lengths and isinstance(row.get("prompt"), str)}
+    if texts and tokenizer_file.is_file():
+        from tokenizers import Tokenizer
+
+        encoded = Tokenizer.from_file(str(tokenizer_file)).encode_batch(list(texts.values()), add_special_tokens=False)
+        lengths |= {row: len(tokens.ids) for row, tokens in zip(texts, encoded, strict=True)}
+    return lengths
+
+
+def check_shared_memory(config: ExperimentConfig, model: ModelFacts) -> list[str]:
+    """Containers often come with 64 MB of shared memory, where a writer is killed without a word."""
+    if config.weights.transport is not TransportKind.SHM:
+        return []
+    free = shutil.disk_usage(segment_directory()).free
+    text = f"weights.transport: shm: {segment_directory()} has {free >> 20} MiB free, the weights have"
+    advice = "enlarge it (docker: --shm-size), or use weights.transport=disk"
+    if free < model.weight_bytes:
+        raise ConfigError(f"{text} {model.weight_bytes >> 20} MiB; {advice}")
+    if free < _SHM_COPIES * model.weight_bytes:
+        return [f"{text} {model.weight_bytes >> 20} MiB and may be there {_SHM_COPIES} times; {advice}"]
+    return []
+
+
+def resource_warnings(config: ExperimentConfig, machine: Machine, rows: int) -> list[str]:
+    """Settings that work, and hardly as they were meant."""
+    warnings = []
+    planned = plan_processes(config, machine)
+    threads = compute_threads(planned)
+    on_cpu = [p for p in planned if p.device == "cpu" and p.threads > 1]
+    if threads > machine.cores and on_cpu:
+        warnings.append(
+            f"servers and ranks compute with {threads} threads on {machine.cores} cores, which can be 100 times "
+            f"slower; lower rollout.threads or actor.threads"
+        )
+    wanted = gpus_wanted(config, machine)
+    if wanted > machine.gpus > 0:
+        warnings.append(f"the run would use {wanted} GPUs and {machine.gpus} are here: some processes share one")
+    batch, eta = config.train_dataset.batch_size, config.rollout.max_head_offpolicyness
+    if config.rollout.max_concurrent_rollouts < batch and eta == 0:
+        warnings.append(
+            f"rollout.max_concurrent_rollouts ({config.rollout.max_concurrent_rollouts}) is below "
+            f"train_dataset.batch_size ({batch}): a synchronous step generates in several rounds"
+        )
+    if 0 < rows < batch:
+        warnings.append(f"train_dataset: {rows} rows for a batch of {batch} groups: prompts repeat within a batch")
+    if not config.rollout.host.startswith(_LOOPBACK):
+        warnings.append(f"rollout.host: {config.rollout.host} can be reached from other machines (token needed)")
+    return warnings
+
+
+def _valid_rows(config: ExperimentConfig, gathered: _Gathered) -> list[dict[str, Any]]:
+    valid = config.valid_dataset
+    if valid is None:
+        return []
+    return gathered.run(lambda: _read_dataset("valid_dataset.path", valid.path, valid.max_prompts)) or []
+
+
+def _read_dataset(key: str, path: str, max_rows: int | None) -> list[dict[str, Any]]:
+    try:
+        return read_jsonl(path, max_rows=max_rows)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None

@@ -1,0 +1,87 @@
+"""Which processes a run consists of, and what each may use. Pure: facts in, plan out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from areal_like.config.experiment import ExperimentConfig
+from launcher.devices import Machine
+
+CONTROLLER = "controller"
+INFERENCE = "inference"
+TRAIN = "train"
+REWARD = "reward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedProcess:
+    """One process of a run.
+
+    Attributes:
+        device: ``cpu`` or ``cuda:<number>`` as torch counts them in the whole run.
+        threads: compute threads it gets.
+        port: TCP port; 0: the system chooses; None: it listens on none.
+    """
+
+    role: str
+    index: int
+    device: str
+    threads: int
+    port: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.index}"
+
+
+def plan_processes(config: ExperimentConfig, machine: Machine) -> tuple[PlannedProcess, ...]:
+    """The processes of one run. Servers get the first GPUs and ranks the next ones; they share when there are fewer."""
+    servers, ranks = config.rollout.spec.data, config.actor.spec.data
+    server_gpus = config.rollout.spec.devices_per_server
+    on_gpu = _uses_gpu(config.rollout.device, machine)
+    planned = [PlannedProcess(role=CONTROLLER, index=0, device="cpu", threads=1)]
+    planned += [
+        PlannedProcess(
+            role=INFERENCE,
+            index=i,
+            device=_device(on_gpu, i * server_gpus, machine),
+            threads=config.rollout.threads,
+            port=config.rollout.port + i if config.rollout.port else 0,
+        )
+        for i in range(servers)
+    ]
+    first_rank_gpu = servers * server_gpus if on_gpu else 0
+    planned += [
+        PlannedProcess(
+            role=TRAIN,
+            index=i,
+            device=_device(_uses_gpu(config.actor.device, machine), first_rank_gpu + i, machine),
+            threads=config.actor.threads,
+        )
+        for i in range(ranks)
+    ]
+    if config.reward_fn is not None:
+        planned += [
+            PlannedProcess(role=REWARD, index=i, device="cpu", threads=1) for i in range(config.rewards.workers)
+        ]
+    return tuple(planned)
+
+
+def gpus_wanted(config: ExperimentConfig, machine: Machine) -> int:
+    """GPUs the run would use if none were shared."""
+    servers = config.rollout.spec.data * config.rollout.spec.devices_per_server
+    wanted = servers if _uses_gpu(config.rollout.device, machine) else 0
+    return wanted + (config.actor.spec.world_size if _uses_gpu(config.actor.device, machine) else 0)
+
+
+def compute_threads(planned: tuple[PlannedProcess, ...]) -> int:
+    """Threads that compute at the same time: those of servers and ranks; the others mostly wait."""
+    return sum(p.threads for p in planned if p.role in (INFERENCE, TRAIN))
+
+
+def _uses_gpu(device: str, machine: Machine) -> bool:
+    return device == "cuda" or (device == "auto" and machine.gpus > 0)
+
+
+def _device(on_gpu: bool, number: int, machine: Machine) -> str:
+    return f"cuda:{number % max(1, machine.gpus)}" if on_gpu else "cpu"
