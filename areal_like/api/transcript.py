@@ -32,8 +32,9 @@ class Transcript:
         return list(self._ids)
 
     @property
-    def n_answers(self) -> int:
-        return len(self._answers)
+    def n_written(self) -> int:
+        """How many tokens the policy wrote."""
+        return sum(end - start for start, end in self._answers)
 
     def __len__(self) -> int:
         return len(self._ids)

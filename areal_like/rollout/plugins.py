@@ -76,6 +76,8 @@ def build_workflow(
     arguments = _arguments(path, workflow, offered, workflow_args)
     try:
         return workflow(**arguments)
+    except ConfigError:
+        raise
     except Exception as error:  # user code: whatever it raises is a fault of the experiment, found before the run
         raise ConfigError(f"workflow {path!r}: its __init__ raised {type(error).__name__}: {error}") from error
 

@@ -1,0 +1,92 @@
+"""Guess-a-number: a hidden secret, a few guesses, and 'higher', 'lower' or 'correct' after each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from areal_like.api import (
+    GenerationHyperparameters,
+    InferenceEngine,
+    ModelRequest,
+    RewardFunction,
+    RolloutWorkflow,
+    Tokenizer,
+    Trajectory,
+)
+from areal_like.api.transcript import Transcript
+from workflows.environment import Step
+from workflows.prompts import reward_fields
+
+#: what a game begins with
+OPENING = "<bos>"
+
+
+class GuessEnvironment:
+    """The game for one row ``{"secret": int}``. A guess that is no number ends it: there is nothing to say to it."""
+
+    def __init__(self) -> None:
+        self._secret = 0
+
+    def reset(self, data: dict[str, Any]) -> str:
+        """Raises ValueError if the row has no integer ``secret``."""
+        secret = data.get("secret")
+        if isinstance(secret, bool) or not isinstance(secret, int):
+            raise ValueError(f"a row needs an integer 'secret'; it has {data!r:.200}")
+        self._secret = secret
+        return OPENING
+
+    def step(self, answer: str) -> Step:
+        """Reward 1 for the secret, else 0."""
+        text = answer.strip()
+        if not (text.isascii() and text.isdigit()):
+            return Step(done=True)
+        guess = int(text)
+        if guess == self._secret:
+            return Step(observation="correct", reward=1.0, done=True)
+        return Step(observation="higher" if guess < self._secret else "lower")
+
+
+class GuessWorkflow(RolloutWorkflow):
+    """``<bos>``, then per turn one token guessed and one token replied; ends with the hit, a wrong token, or ``turns``.
+
+    The same as ``MultiTurnWorkflow`` over :class:`GuessEnvironment` with one token a turn, written out: a workflow of
+    one's own is no longer than this. With ``reward_fn`` the game's guesses, separated by spaces, are scored by it;
+    without, a hit is 1 and anything else 0.
+    """
+
+    def __init__(
+        self,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Tokenizer,
+        turns: int = 3,
+        reward_fn: RewardFunction | None = None,
+    ) -> None:
+        if turns < 1:
+            raise ValueError(f"turns must be at least 1, not {turns}")
+        self._gconfig = gconfig.new(max_new_tokens=1, min_new_tokens=0)
+        self._tokenizer = tokenizer
+        self._turns = turns
+        self._reward_fn = reward_fn
+        self._replies = {word: tokenizer.encode(word, False) for word in ("higher", "lower", "correct", "")}
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory:
+        """Play one game; the trajectory's reward is 1 if the secret was hit."""
+        game = GuessEnvironment()
+        transcript = Transcript()
+        opening = self._tokenizer.encode(game.reset(data), add_special_tokens=False)
+        transcript.add_context(opening)
+        guesses: list[str] = []
+        reward = 0.0
+        for _ in range(self._turns):
+            response = await engine.agenerate(ModelRequest(input_ids=transcript.ids, gconfig=self._gconfig))
+            transcript.add_answer(response)
+            guesses.append(self._tokenizer.decode(response.output_tokens, skip_special_tokens=True))
+            step = game.step(guesses[-1])
+            transcript.add_context(self._replies[str(step.observation)])
+            reward += step.reward
+            if step.done:
+                break
+        if self._reward_fn is not None:
+            written = transcript.ids[len(opening) :]
+            reward = await self._reward_fn(OPENING, " ".join(guesses), opening, written, **reward_fields(data))
+        return transcript.build(reward)
