@@ -1,0 +1,1 @@
+"""Generation over HTTP: interruptible requests, the pool of servers, routing, control calls. Imports no torch."""

@@ -38,7 +38,7 @@ def byte_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     step = flat.numel() if flat.device.type == "cpu" else CHUNK_BYTES
     for start in range(0, flat.numel(), max(step, 1)):
-        yield memoryview(flat[start : start + step].cpu().numpy())
+        yield flat[start : start + step].cpu().numpy().data
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:

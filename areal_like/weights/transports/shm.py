@@ -133,7 +133,7 @@ class ShmReader:
 
     def read_into(self, entry: TensorEntry, target: torch.Tensor) -> None:
         """See :meth:`WeightReader.read_into`."""
-        buffer = memoryview(target.reshape(-1).view(torch.uint8).numpy())
+        buffer = target.reshape(-1).view(torch.uint8).numpy().data
         header = self._check()
         try:
             for piece in self._pieces[_content(entry)]:

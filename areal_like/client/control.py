@@ -1,0 +1,137 @@
+"""Control calls to one server. They are rare, so each opens a connection of its own: none is reused after an error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import NoReturn, Protocol, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from areal_like.api.weights import CommitReceipt, InterruptMode, Manifest
+from areal_like.api.wire import (
+    AbortBody,
+    CommitBody,
+    ControlBody,
+    DigestAnswer,
+    HealthAnswer,
+    PauseAnswer,
+    PauseBody,
+    StageAnswer,
+    StageBody,
+)
+from areal_like.client.http_errors import error_message
+from areal_like.errors import RequestError, ServerUnavailable, StaleCommand, WeightUpdateError
+
+_Answer = TypeVar("_Answer", bound=BaseModel)
+
+
+class ServerControl(Protocol):
+    """What the controller asks of an inference server, whatever its engine. ``timeout``: seconds for the whole call.
+
+    Every method raises ServerUnavailable (no answer in time, no connection, a broken answer), StaleCommand (the
+    server has seen a newer incarnation or version) or RequestError (any other refusal).
+    """
+
+    async def health(self, *, timeout: float) -> HealthAnswer: ...
+
+    async def pause(self, *, incarnation: int, mode: InterruptMode, timeout: float) -> PauseAnswer: ...
+
+    async def resume(self, *, incarnation: int, timeout: float) -> PauseAnswer: ...
+
+    async def stage(self, manifest: Manifest, *, timeout: float) -> StageAnswer:
+        """Raises WeightUpdateError instead of RequestError."""
+        ...
+
+    async def commit(self, *, version: int, incarnation: int, mode: InterruptMode, timeout: float) -> CommitReceipt:
+        """Raises WeightUpdateError instead of RequestError."""
+        ...
+
+    async def abort(self, rids: Sequence[str], *, timeout: float) -> int:
+        """Cut requests (all if ``rids`` is empty) and return how many; they are answered with what they have."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+class EmbeddedControl:
+    """:class:`ServerControl` over ``areal_like.api.wire``."""
+
+    def __init__(self, name: str, url: str, *, token: str) -> None:
+        self._name = name
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=None,  # every call has a deadline of its own
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            trust_env=False,  # a proxy of the environment must not see the run's token
+        )
+
+    async def health(self, *, timeout: float) -> HealthAnswer:
+        return await self._call("GET", "/health", HealthAnswer, timeout)
+
+    async def digest(self, *, timeout: float) -> DigestAnswer:
+        """What the server's live weights hold now."""
+        return await self._call("GET", "/weights/digest", DigestAnswer, timeout)
+
+    async def pause(self, *, incarnation: int, mode: InterruptMode, timeout: float) -> PauseAnswer:
+        return await self._call("POST", "/pause", PauseAnswer, timeout, PauseBody(incarnation=incarnation, mode=mode))
+
+    async def resume(self, *, incarnation: int, timeout: float) -> PauseAnswer:
+        return await self._call("POST", "/resume", PauseAnswer, timeout, ControlBody(incarnation=incarnation))
+
+    async def stage(self, manifest: Manifest, *, timeout: float) -> StageAnswer:
+        body = StageBody(manifest=manifest)
+        return await self._weights("/weights/stage", StageAnswer, timeout, body)
+
+    async def commit(self, *, version: int, incarnation: int, mode: InterruptMode, timeout: float) -> CommitReceipt:
+        body = CommitBody(version=version, incarnation=incarnation, mode=mode)
+        return await self._weights("/weights/commit", CommitReceipt, timeout, body)
+
+    async def abort(self, rids: Sequence[str], *, timeout: float) -> int:
+        answer = await self._call("POST", "/abort", _AbortAnswer, timeout, AbortBody(rids=list(rids)))
+        return answer.aborted
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    async def _weights(self, path: str, kind: type[_Answer], timeout: float, body: BaseModel) -> _Answer:
+        try:
+            return await self._call("POST", path, kind, timeout, body)
+        except RequestError as error:
+            raise WeightUpdateError(str(error)) from error
+
+    async def _call(
+        self, method: str, path: str, kind: type[_Answer], timeout: float, body: BaseModel | None = None
+    ) -> _Answer:
+        where = f"{self._name} {path}"
+        content = None if body is None else body.model_dump_json()
+        try:
+            async with asyncio.timeout(timeout):
+                response = await self._http.request(
+                    method, path, content=content, headers={"Content-Type": "application/json"}
+                )
+        except TimeoutError:
+            raise ServerUnavailable(f"{where}: no answer within {timeout:g} s") from None
+        except httpx.HTTPError as error:
+            raise ServerUnavailable(f"{where}: {type(error).__name__}: {error}") from error
+        if response.status_code != httpx.codes.OK:
+            _refuse(where, response.status_code, response.content)
+        try:
+            return kind.model_validate_json(response.content)
+        except ValidationError as error:
+            raise ServerUnavailable(f"{where}: the answer does not follow the wire schema: {error}") from error
+
+
+class _AbortAnswer(BaseModel):
+    aborted: int
+
+
+def _refuse(where: str, status: int, content: bytes) -> NoReturn:
+    message = f"{where}: {status}: {error_message(content)}"
+    if status == httpx.codes.CONFLICT:
+        raise StaleCommand(message)
+    if 400 <= status < 500:
+        raise RequestError(message)
+    raise ServerUnavailable(message)
