@@ -1,0 +1,1 @@
+"""The trainer: one process per rank, FSDP2 over them, decoupled PPO inside. Importing this package imports no torch."""

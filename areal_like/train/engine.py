@@ -1,0 +1,157 @@
+"""Optimiser steps on a sharded policy: accumulate, clip by global norm, step or skip on every rank alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from areal_like.algo.schedule import LearningRate
+from areal_like.config.actor import OptimizerConfig
+from areal_like.train.batching import MicroBatch
+from areal_like.train.model import PolicyModel
+from areal_like.train.parallel import Parallel, shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """One optimiser step. ``grad_norm`` is global, before clipping; ``skipped`` where it was not finite."""
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatistics:
+    optimizer_steps: int
+    skipped_steps: int
+
+
+class TrainEngine:
+    """A sharded policy and its AdamW. Every method is collective."""
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        parallel: Parallel,
+        optimizer: OptimizerConfig,
+        *,
+        total_steps: int,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        """``total_steps``: optimiser steps of the whole run, for the LR schedule."""
+        self.parallel = parallel
+        self.sampling = policy.sampling
+        self.dtype = next(policy.parameters()).dtype
+        self._export_dtype = compute_dtype or self.dtype
+        self._policy = policy
+        self._fsdp: FSDPModule = shard(policy, parallel, compute_dtype)
+        self._clipping = optimizer.gradient_clipping
+        self._schedule = LearningRate(
+            peak=optimizer.lr,
+            kind=optimizer.lr_scheduler_type,
+            warmup_steps=optimizer.warmup_steps,
+            total_steps=total_steps,
+            min_ratio=optimizer.min_lr_ratio,
+        )
+        self._shards = _local_shards(policy)
+        self._adamw = torch.optim.AdamW(
+            [local for _, local in self._shards],
+            lr=optimizer.lr,
+            betas=(optimizer.beta1, optimizer.beta2),
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            fused=True,
+        )
+        self._steps = self._skipped = 0
+
+    def statistics(self) -> EngineStatistics:
+        return EngineStatistics(optimizer_steps=self._steps, skipped_steps=self._skipped)
+
+    def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy of the written tokens of ``batch``, [T] each; differentiable."""
+        found: tuple[Tensor, Tensor] = self._policy(batch)
+        return found
+
+    def logprobs_without_gradient(self, batch: MicroBatch) -> Tensor:
+        """Log-probs [T]."""
+        with torch.no_grad():
+            return self.logprobs(batch)[0]
+
+    def end_of_pass(self) -> None:
+        """After passes without gradient: let go of the gathered weights, which no backward pass will do."""
+        self._fsdp.reshard()
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradients of ``loss``; ranks exchange them with the ``last`` micro-batch of a step."""
+        self._fsdp.set_requires_gradient_sync(last)
+        torch.autograd.backward(loss)
+
+    def step(self) -> StepOutcome:
+        """Clip and step. A gradient that is not finite anywhere skips the step on every rank, and is counted."""
+        gradients = [_local(p.grad) for p, _ in self._shards if p.grad is not None]
+        norm = self._global_norm(gradients)
+        lr = self._schedule.at(self._steps)
+        skipped = not bool(torch.isfinite(norm))
+        if skipped:
+            self._skipped += 1
+        else:
+            if norm > self._clipping:
+                torch._foreach_mul_(gradients, float(self._clipping / (norm + 1e-6)))
+            for parameter, local in self._shards:
+                local.grad = None if parameter.grad is None else _local(parameter.grad)
+            for group in self._adamw.param_groups:
+                group["lr"] = lr
+            self._adamw.step()
+            self._steps += 1
+        for parameter, local in self._shards:
+            parameter.grad = local.grad = None
+        return StepOutcome(grad_norm=float(norm), lr=lr, skipped=skipped)
+
+    def _global_norm(self, gradients: list[Tensor]) -> Tensor:
+        """float64 scalar; NaN or infinite on all ranks if it is on any."""
+        local = [g for g in gradients if g.numel()]
+        norms = torch.stack(torch._foreach_norm(local)) if local else torch.zeros(1, device=self.parallel.device)
+        return self.parallel.sum(norms.double().square().sum()).sqrt()
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the model by its Hugging Face name, whole, one at a time; a tied tensor once.
+
+        Collective: each step gathers one tensor from all ranks, so every rank must iterate to the end.
+        """
+        model = self._policy.language_model
+        kept = set(model.state_dict().keys())
+        for name, parameter in model.named_parameters():
+            yield name, self._whole(parameter.detach())
+        for name, buffer in model.named_buffers():
+            if name in kept:  # buffers that are not saved are derived from the config
+                yield name, buffer
+
+    def _whole(self, parameter: Tensor) -> Tensor:
+        """Gathered, in the dtype that is served."""
+        if isinstance(parameter, DTensor):
+            whole: Tensor = parameter.to(self._export_dtype).full_tensor()  # type: ignore[attr-defined]
+            return whole
+        return parameter.to(self._export_dtype)
+
+
+def _local_shards(policy: PolicyModel) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+    """Every parameter beside a plain one that shares the memory of this rank's shard.
+
+    The optimiser works on the plain ones: the same numbers, without a DTensor's cost per operation.
+    """
+    pairs = []
+    for parameter in policy.parameters():
+        local = torch.nn.Parameter(_local(parameter.detach()))
+        assert local.data_ptr() == _local(parameter.detach()).data_ptr()
+        pairs.append((parameter, local))
+    return pairs
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
