@@ -80,12 +80,12 @@ def read_batch(path: str | Path) -> tuple[int, list[Trajectory]]:
         BatchFileError: the file is missing, damaged, or of another format.
     """
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with Path(path).open("rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
         if int(arrays["format"]) != _FORMAT:
             raise BatchFileError(f"{path}: format {int(arrays['format'])}, but this program reads format {_FORMAT}")
         return int(arrays["version"]), list(_rows(arrays))
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
         raise BatchFileError(f"{path}: not a recorded batch: {type(error).__name__}: {error}") from error
 
 
