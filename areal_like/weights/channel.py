@@ -112,8 +112,9 @@ class WeightChannel:
 
         Raises:
             StaleCommand: a newer version was published before.
-            WeightUpdateError: the export failed or overran its deadline, or no server serves the version; the
-                message has every server's reason.
+            WeightUpdateError: the export overran its deadline or made a wrong manifest, or no server serves the
+                version; the message has every server's reason.
+            RemoteError, RpcError: what the exporter raised. No server was touched.
         """
         async with self._lock:
             started = time.monotonic()
@@ -121,7 +122,7 @@ class WeightChannel:
             try:
                 manifest = await self._export(version)
                 receipts = await self._distribute(manifest)
-            except WeightUpdateError:
+            except ArealLikeError:
                 self._count(failed_publications=1)
                 raise
             self._statistics = replace(self._statistics, version=version)
