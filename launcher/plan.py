@@ -26,7 +26,7 @@ class BatchArithmetic:
 
     Attributes:
         groups: prompts of one step (B).
-        samples: sibling episodes of each.
+        siblings: episodes of each.
         trajectories: rows of one step.
         minibatches: optimiser steps in it.
         groups_per_minibatch, rows_per_minibatch: what each takes.
@@ -36,7 +36,7 @@ class BatchArithmetic:
     """
 
     groups: int
-    samples: int
+    siblings: int
     trajectories: int
     minibatches: int
     groups_per_minibatch: int
@@ -67,17 +67,17 @@ class StalenessPlan:
 
 def batch_arithmetic(config: ExperimentConfig, rows: int | None) -> BatchArithmetic:
     """``rows`` is the number of training prompts, None if unknown."""
-    groups, samples = config.train_dataset.batch_size, config.gconfig.n_samples
+    groups, siblings = config.train_dataset.batch_size, config.gconfig.n_samples
     minibatches = config.actor.ppo_n_minibatches
     per_minibatch = groups // minibatches
     return BatchArithmetic(
         groups=groups,
-        samples=samples,
-        trajectories=groups * samples,
+        siblings=siblings,
+        trajectories=groups * siblings,
         minibatches=minibatches,
         groups_per_minibatch=per_minibatch,
-        rows_per_minibatch=per_minibatch * samples,
-        rows_per_rank=per_minibatch * samples / config.actor.spec.world_size,
+        rows_per_minibatch=per_minibatch * siblings,
+        rows_per_rank=per_minibatch * siblings / config.actor.spec.world_size,
         optimiser_steps=config.total_train_steps * minibatches,
         epochs=config.total_train_steps * groups / rows if rows else None,
     )
@@ -132,7 +132,7 @@ def _process_table(config: ExperimentConfig, planned: tuple[PlannedProcess, ...]
 def _batch_rows(batch: BatchArithmetic) -> Mapping[str, str]:
     epochs = "" if batch.epochs is None else f", {batch.epochs:.2f} epochs"
     return {
-        "one step": f"{batch.groups} groups × {batch.samples} samples = {batch.trajectories} trajectories",
+        "one step": f"{batch.groups} groups × {batch.siblings} siblings = {batch.trajectories} trajectories",
         "minibatches": (
             f"{batch.minibatches} × {batch.groups_per_minibatch} groups = {batch.minibatches} × "
             f"{batch.rows_per_minibatch} trajectories, {batch.rows_per_rank:g} per rank"
