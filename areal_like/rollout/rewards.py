@@ -94,7 +94,7 @@ class InlineReward:
             async with limit:
                 value = self._function(*positional, **keywords)
                 return finite_number(await value if inspect.isawaitable(value) else value)
-        except Exception as error:  # supervision boundary: whatever user code raises is a failed episode
+        except (Exception, SystemExit) as error:  # supervision boundary: whatever user code raises is a failed episode
             self._counts.failures += 1
             if limit.expired():
                 self._counts.timeouts += 1
