@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from difflib import get_close_matches
@@ -26,32 +27,34 @@ def import_object(path: str, kind: str) -> Any:
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
-    module, rest = _import_longest(path, kind)
-    found: Any = module
-    for name in rest:
-        if not hasattr(found, name):
+    parts = path.split(".")
+    found: Any = _import_module(parts[0], path, kind)
+    if found is None:
+        raise ConfigError(f"{kind} {path!r}: no module named {parts[0]!r}; it must be installed or lie under {here}")
+    for number, name in enumerate(parts[1:], start=2):
+        is_package = hasattr(found, "__path__")
+        inside = getattr(found, name, None)
+        if inside is None and is_package:
+            inside = _import_module(".".join(parts[:number]), path, kind)
+        if inside is None and not hasattr(found, name):
             where = getattr(found, "__name__", type(found).__name__)
             raise ConfigError(f"{kind} {path!r}: {where} has no {name!r}{_nearest(name, dir(found))}")
-        found = getattr(found, name)
-    if found is module:
+        found = inside
+    if inspect.ismodule(found):
         raise ConfigError(f"{kind} {path!r} is a module; name something inside it")
     return found
 
 
-def _import_longest(path: str, kind: str) -> tuple[Any, list[str]]:
-    """The module that the longest possible start of ``path`` names, and what is left of the path."""
-    parts = path.split(".")
-    for size in range(len(parts), 0, -1):
-        name = ".".join(parts[:size])
-        try:
-            return importlib.import_module(name), parts[size:]
-        except ModuleNotFoundError as error:
-            # only the module asked for may be missing; a missing import inside it is that module's fault
-            if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-                raise ConfigError(f"{kind} {path!r}: importing {name} failed: {error}") from error
-        except Exception as error:  # user code runs at import: whatever it raises is a fault of the experiment
-            raise ConfigError(f"{kind} {path!r}: importing {name} raised {type(error).__name__}: {error}") from error
-    raise ConfigError(f"{kind} {path!r}: no module named {parts[0]!r}; it must be installed or lie under {os.getcwd()}")
+def _import_module(name: str, path: str, kind: str) -> Any:
+    """The module ``name``, or None if there is none; an import that fails inside it is that module's fault."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name == name:
+            return None
+        raise ConfigError(f"{kind} {path!r}: importing {name} failed: {error}") from error
+    except Exception as error:  # user code runs at import: whatever it raises is a fault of the experiment
+        raise ConfigError(f"{kind} {path!r}: importing {name} raised {type(error).__name__}: {error}") from error
 
 
 def _nearest(name: str, known: list[str]) -> str:

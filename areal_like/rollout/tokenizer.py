@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import processors
 
 from areal_like.errors import ConfigError
 from areal_like.rollout.chat_template import ChatTemplate
@@ -82,6 +81,7 @@ def load_tokenizer(path: str | Path) -> FastTokenizer:
     """Load the tokenizer of a Hugging Face model folder: ``tokenizer.json``, and what lies beside it.
 
     ``tokenizer_config.json`` names special tokens and may hold the chat template; ``chat_template.jinja`` wins over it.
+    What is added around a text is up to ``tokenizer.json`` (transformers, too, ignores ``add_bos_token`` beside it).
 
     Raises:
         ConfigError: the folder or ``tokenizer.json`` is missing, a file is malformed, or a special token has no id.
@@ -107,8 +107,6 @@ def load_tokenizer(path: str | Path) -> FastTokenizer:
     for name, token in special.items():
         if backend.token_to_id(token) is None:
             raise ConfigError(f"{folder}: {name} is {token!r}, which {file.name} has no id for")
-    if "add_bos_token" in config or "add_eos_token" in config:
-        _add_ends(backend, special, config)
     source = _template_source(folder, config)
     template = None if source is None else ChatTemplate(source, special, where=str(folder))
     return FastTokenizer(backend, special, template, str(folder))
@@ -140,15 +138,6 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, decoder: Mapping[str, Any
                 k: v for k, v in entry.items() if k in ("single_word", "lstrip", "rstrip", "normalized", "special")
             }
             backend.add_tokens([tokenizers.AddedToken(_text(entry), **flags)])
-
-
-def _add_ends(backend: tokenizers.Tokenizer, special: Mapping[str, str], config: Mapping[str, Any]) -> None:
-    """The config's ``add_bos_token`` and ``add_eos_token`` replace whatever ``tokenizer.json`` adds."""
-    begin, end = (special.get(f"{name}_token") if config.get(f"add_{name}_token") else None for name in ("bos", "eos"))
-    backend.post_processor = processors.TemplateProcessing(
-        single=[*([begin] if begin else []), "$A", *([end] if end else [])],
-        special_tokens=[(token, backend.token_to_id(token)) for token in (begin, end) if token],
-    )
 
 
 def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
