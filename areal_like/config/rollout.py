@@ -28,6 +28,7 @@ class RolloutConfig(Section):
     drop_equal_rewards: bool = Field(False, description="filter groups whose rewards are all equal")
     dump: bool = Field(True, description="write rollouts/<version>.jsonl")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the servers compute; auto: GPUs if any")
+    record_batches: bool = Field(False, description="keep every training batch in batches/, for replay and debugging")
     max_batch_size: int = Field(256, ge=1, description="requests one embedded server decodes at once")
     context_length: int | None = Field(None, ge=2, description="longest sequence; default: the model's own limit")
     port: int = Field(0, ge=0, le=65535, description="first port of the servers; 0 lets the system choose")

@@ -10,6 +10,7 @@ all the time, through updates, publications, evaluation and saving.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from areal_like.api.trajectory import Batch, UpdateReport
@@ -40,6 +41,7 @@ class Journal(Protocol):
     """What is written down of each step."""
 
     def taken(self, batch: Batch) -> None: ...
+    def training(self, version: int) -> AbstractContextManager[None]: ...
     def step(self, state: RunState, batch: Batch, report: UpdateReport) -> None: ...
 
 
@@ -65,11 +67,13 @@ class TrainingLoop:
         self.state = RunState()
 
     async def run(self) -> None:
+        await self.weights.publish(self.state.version)
         await self.milestones.before_training()
         while self.state.step < self.total_train_steps:
             batch = await self.rollouts.take_batch(self.state.version)
             self.journal.taken(batch)
-            report = await self.trainer.update(batch)
+            with self.journal.training(batch.version):
+                report = await self.trainer.update(batch)
             version = self.state.advance(batch)
             await self.weights.publish(version)
             self.journal.step(self.state, batch, report)

@@ -1,0 +1,61 @@
+"""Publishing as the loop sees it: a version goes out, its receipts are counted, rollouts learn what is acknowledged."""
+
+from __future__ import annotations
+
+from typing import NoReturn, Protocol
+
+from areal_like.api.weights import CommitReceipt
+from areal_like.control.journal import RunJournal
+
+
+class Channel(Protocol):
+    async def publish(self, version: int) -> tuple[CommitReceipt, ...]: ...
+
+
+class AcknowledgedVersions(Protocol):
+    @property
+    def lowest_version(self) -> int: ...
+
+    async def changed(self) -> None: ...
+
+
+class AcknowledgementListener(Protocol):
+    def acknowledged(self, version: int) -> None: ...
+
+
+class WeightPublisher:
+    """Publishes through the channel, and keeps the rollout controller's s equal to the pool's lowest version."""
+
+    def __init__(
+        self,
+        *,
+        channel: Channel,
+        pool: AcknowledgedVersions,
+        rollouts: AcknowledgementListener,
+        journal: RunJournal,
+    ) -> None:
+        self._channel = channel
+        self._pool = pool
+        self._rollouts = rollouts
+        self._journal = journal
+
+    async def publish(self, version: int) -> None:
+        """Bring ``version`` to every server that can take it.
+
+        Raises:
+            WeightUpdateError: no server serves it.
+        """
+        with self._journal.publication(version):
+            receipts = await self._channel.publish(version)
+        self._journal.published(receipts)
+        self._tell()
+
+    async def follow(self) -> NoReturn:
+        """For ever: pass on what changes between publications, as when a server that was behind leaves the rotation."""
+        while True:
+            self._tell()
+            await self._pool.changed()
+
+    def _tell(self) -> None:
+        if self._pool.lowest_version >= 0:
+            self._rollouts.acknowledged(self._pool.lowest_version)

@@ -1,0 +1,139 @@
+"""``run`` and ``eval``: the event loop, its signals, and how a run ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import uvloop
+
+from areal_like.api.weights import CommitReceipt
+from areal_like.client.control import EmbeddedControl
+from areal_like.config.experiment import ExperimentConfig
+from areal_like.config.paths import RunPaths
+from areal_like.control.supervision import Stop, supervise
+from areal_like.errors import ArealLikeError, ConfigError
+from areal_like.observe.logs import setup_logging
+from areal_like.observe.loop_lag import LoopLagMonitor
+from areal_like.observe.progress import RunProgress
+from areal_like.rollout.failure import root_of
+from launcher.session import RunContext, Serving, Session, open_serving, open_session, open_user_code, start_servers
+from launcher.training import train
+
+logger = logging.getLogger(__name__)
+
+#: seconds one server may take to digest the weights it was started with
+_DIGEST_TIMEOUT = 300.0
+
+
+class Interrupted(ArealLikeError):
+    """The run was asked to end before it had begun to train, or to end at once."""
+
+
+def run_experiment(config: ExperimentConfig, *, paths: RunPaths, run_id: str, live: bool | None) -> int:
+    """Train; returns the exit status. The run's folder is held by the caller.
+
+    Raises:
+        ArealLikeError: what ended the run.
+    """
+    progress = RunProgress(config.total_train_steps, live=live)
+    context = RunContext(config=config, paths=paths, run_id=run_id)
+    setup_logging("controller", path=paths.logs / "controller.log", console=progress.console_log())
+    with progress:
+        return _until_done(partial(_train, context, progress))
+
+
+def evaluate_checkpoint(config: ExperimentConfig, *, run_id: str, live: bool | None) -> int:
+    """Evaluate ``config.model`` on the validation set; prints the report as JSON and returns the exit status.
+
+    Raises:
+        ArealLikeError: what ended the evaluation.
+    """
+    paths = RunPaths(root=RunPaths.of(config).root / "evaluations" / run_id)
+    paths.create()
+    progress = RunProgress(1, live=live)
+    setup_logging("controller", path=paths.logs / "controller.log", console=progress.console_log())
+    return _until_done(partial(_evaluate, RunContext(config=config, paths=paths, run_id=run_id), progress))
+
+
+def _until_done(main: Callable[[Stop], Coroutine[Any, Any, None]]) -> int:
+    """Run ``main`` on uvloop, with Ctrl-C and SIGTERM as wishes to stop; returns the exit status."""
+
+    async def guarded() -> int:
+        stop, loop = Stop(), asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop.ask, number.name)
+        try:
+            await main(stop)
+        except Interrupted:
+            logger.warning("ended by %s before training began, or at once", stop.reason)
+        except BaseExceptionGroup as group:
+            raise root_of(group) from group
+        return 128 + signal.Signals[stop.reason] if stop.asked else 0
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(guarded())
+
+
+async def _train(context: RunContext, progress: RunProgress, stop: Stop) -> None:
+    training = asyncio.Event()
+    async with LoopLagMonitor(), open_session(context) as session:
+        await supervise(
+            train(session, progress, stop, training), (session.launcher.watch(), _interrupted(stop, training))
+        )
+
+
+async def _interrupted(stop: Stop, training: asyncio.Event) -> None:
+    """Ends the work at once if it does not listen to ``stop`` yet, or if the wish was repeated."""
+    await stop.wait()
+    if training.is_set():
+        await stop.wait_urgent()
+    raise Interrupted("asked to end")
+
+
+async def _evaluate(context: RunContext, progress: RunProgress, stop: Stop) -> None:
+    async with open_session(context) as session:
+        work = _evaluate_in(session, progress)
+        await supervise(work, (session.launcher.watch(), _interrupted(stop, asyncio.Event())))
+
+
+async def _evaluate_in(session: Session, progress: RunProgress) -> None:
+    config = session.context.config
+    progress.stage(f"starting {config.rollout.spec.data} servers with {config.model.path}")
+    await start_servers(session)
+    async with open_user_code(session.context) as user, open_serving(session, user.tokenizer) as serving:
+        await _serve_as_loaded(session, serving)
+        evaluator = user.evaluator(serving.engine)
+        if evaluator is None:
+            raise ConfigError("valid_dataset: is required to evaluate; name a JSONL file")
+        progress.stage("evaluating")
+        report = await evaluator.evaluate()
+    sys.stdout.write(json.dumps({"model": config.model.path, **asdict(report)}, indent=2) + "\n")
+
+
+async def _serve_as_loaded(session: Session, serving: Serving) -> None:
+    """Servers serve what they were started with: their own digest is the receipt."""
+    for name in serving.pool.publication_targets():
+        control = serving.pool.weight_server(name)
+        if not isinstance(control, EmbeddedControl):
+            raise ArealLikeError(f"{name}: its engine cannot tell what it serves")
+        answer = await control.digest(timeout=_DIGEST_TIMEOUT)
+        serving.pool.acknowledge(
+            CommitReceipt(
+                server=name,
+                incarnation=0,
+                version=max(answer.version, 0),
+                digest=answer.digest,
+                bytes=0,
+                seconds_staged=0.0,
+                seconds_paused=0.0,
+                interrupted_requests=0,
+            )
+        )

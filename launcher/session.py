@@ -1,0 +1,206 @@
+"""What a run and an evaluation have in common: child processes, the server pool, the user's code. Start-up is
+``async with``; leaving ends every process and removes every socket and shared-memory segment."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+from areal_like.api.generation import GenerationHyperparameters
+from areal_like.api.workflow import RewardFunction, RolloutWorkflow, Tokenizer
+from areal_like.client.control import EmbeddedControl
+from areal_like.client.generation import RemoteEngine
+from areal_like.client.pool import ServerPool
+from areal_like.client.retry import RetryPolicy
+from areal_like.client.stitching import TextRules
+from areal_like.config.experiment import ExperimentConfig
+from areal_like.config.paths import RunPaths
+from areal_like.control.evaluation import EvaluationSettings, Evaluator
+from areal_like.control.registry import Registry
+from areal_like.inference.spec import InferenceServerSpec
+from areal_like.rollout.convert import to_trajectories
+from areal_like.rollout.datasets import read_jsonl
+from areal_like.rollout.plugins import build_workflow
+from areal_like.rollout.rewards import open_rewards
+from areal_like.rollout.tokenizer import load_tokenizer
+from areal_like.rpc.server import RpcServer
+from areal_like.train.spec import TrainWorkerSpec
+from launcher.devices import this_machine
+from launcher.local import LocalLauncher
+from launcher.processes import INFERENCE, TRAIN, PlannedProcess, plan_processes
+from launcher.roles import RoleSpec
+
+#: seconds children get to end by themselves: with the loop's own grace it keeps Ctrl-C below 10 s
+_TERM_GRACE = 3.0
+_KILL_GRACE = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """One launch: its experiment, its folder, and the secrets made for it."""
+
+    config: ExperimentConfig
+    paths: RunPaths
+    run_id: str
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """The processes of a run and how they report to us."""
+
+    context: RunContext
+    launcher: LocalLauncher
+    registry: Registry
+    controller_address: str
+
+    def socket(self, name: str) -> str:
+        return f"ipc://{self.launcher.socket_folder}/{name}"
+
+    async def start(self, planned: PlannedProcess, part: str) -> None:
+        """Start one planned process with the JSON spec of its part."""
+        spec = RoleSpec(role=planned.role, index=planned.index, controller_address=self.controller_address, part=part)
+        await self.launcher.start(
+            planned.role, planned.index, spec.model_dump_json(), threads=planned.threads, environment={}
+        )
+
+
+@asynccontextmanager
+async def open_session(context: RunContext) -> AsyncIterator[Session]:
+    """The launcher and the controller's registration endpoint."""
+    launcher = LocalLauncher(
+        paths=context.paths,
+        run_id=context.run_id,
+        token=context.token,
+        term_grace=_TERM_GRACE,
+        kill_grace=_KILL_GRACE,
+    )
+    registry = Registry()
+    async with launcher, RpcServer(f"ipc://{launcher.socket_folder}/controller", registry.methods) as endpoint:
+        yield Session(context=context, launcher=launcher, registry=registry, controller_address=endpoint.address)
+
+
+def planned(context: RunContext, role: str) -> list[PlannedProcess]:
+    return [p for p in plan_processes(context.config, this_machine()) if p.role == role]
+
+
+async def start_servers(session: Session) -> None:
+    """Start every inference server; they load while other processes do."""
+    config = session.context.config
+    for process in planned(session.context, INFERENCE):
+        spec = InferenceServerSpec(
+            name=process.name,
+            model_path=config.model.path,
+            dtype=config.model.dtype,
+            attn_implementation=config.model.attn_implementation,
+            device=process.device,
+            host=config.rollout.host,
+            port=process.port or 0,
+            threads=process.threads,
+            max_batch_size=config.rollout.max_batch_size,
+            context_length=config.rollout.context_length,
+            seed=config.seed,
+        )
+        await session.start(process, spec.model_dump_json())
+
+
+async def start_trainer(session: Session, *, store_address: str) -> None:
+    """Start every train rank; they meet at a file of the run's private folder."""
+    config, context = session.context.config, session.context
+    ranks = planned(context, TRAIN)
+    for process in ranks:
+        spec = TrainWorkerSpec(
+            rank=process.index,
+            world_size=len(ranks),
+            rendezvous=f"file://{session.launcher.socket_folder}/rendezvous",
+            model=config.model,
+            actor=config.actor,
+            gconfig=config.gconfig,
+            weights=config.weights,
+            store_address=store_address,
+            bind=session.socket(process.name),
+            run_dir=context.paths.root,
+            run_id=context.run_id,
+            seed=config.seed,
+            total_train_steps=config.total_train_steps,
+        )
+        await session.start(process, spec.model_dump_json())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """Servers that answer, and the engine over them."""
+
+    pool: ServerPool
+    engine: RemoteEngine
+
+
+@asynccontextmanager
+async def open_serving(session: Session, tokenizer: Tokenizer) -> AsyncIterator[Serving]:
+    """Wait for the servers and join them. They get requests after their first receipt.
+
+    Raises:
+        InfrastructureError: a server did not become ready in time.
+    """
+    rollout, token = session.context.config.rollout, session.context.token
+    ready = await session.registry.expect(INFERENCE, rollout.spec.data, rollout.start_timeout)
+    eos = tokenizer.eos_token_id
+    rules = TextRules(decode=tokenizer.decode, eos_token_ids=frozenset() if eos is None else frozenset({eos}))
+    async with ServerPool() as pool:
+        for server in ready:
+            name = f"{server.role}-{server.index}"
+            await pool.add(name, server.address, EmbeddedControl(name, server.address, token=token))
+        retry = RetryPolicy(retries=rollout.request_retries)
+        async with RemoteEngine(pool, token=token, timeout=rollout.request_timeout, retry=retry, rules=rules) as engine:
+            yield Serving(pool=pool, engine=engine)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserCode:
+    """The user's reward function, running, and what a workflow is built from."""
+
+    config: ExperimentConfig
+    reward: RewardFunction | None
+    tokenizer: Tokenizer
+
+    def workflow(self, gconfig: GenerationHyperparameters) -> RolloutWorkflow:
+        return build_workflow(
+            self.config.workflow,
+            reward_fn=self.reward,
+            gconfig=gconfig,
+            tokenizer=self.tokenizer,
+            workflow_args=self.config.workflow_args,
+        )
+
+    def evaluator(self, engine: RemoteEngine) -> Evaluator | None:
+        """Over the validation set; None where the experiment has none."""
+        config = self.config
+        if config.valid_dataset is None:
+            return None
+        return Evaluator(
+            workflow=self.workflow(config.evaluation_gconfig),
+            engine=engine,
+            rows=read_jsonl(config.valid_dataset.path, max_rows=config.valid_dataset.max_prompts),
+            convert=to_trajectories,
+            settings=EvaluationSettings(
+                seed=config.seed,
+                n_samples=config.evaluator.n_samples,
+                max_concurrent=config.evaluator.max_concurrent,
+                episode_timeout=config.rollout.episode_timeout,
+                episode_retries=config.rollout.episode_retries,
+            ),
+        )
+
+
+@asynccontextmanager
+async def open_user_code(context: RunContext) -> AsyncIterator[UserCode]:
+    """The reward pool, if the experiment names a reward function, and the tokenizer."""
+    config = context.config
+    async with AsyncExitStack() as stack:
+        reward: RewardFunction | None = None
+        if config.reward_fn is not None:
+            rewards = open_rewards(config.reward_fn, config.rewards, log_path=context.paths.logs / "rewards.log")
+            reward = await stack.enter_async_context(rewards)
+        yield UserCode(config=config, reward=reward, tokenizer=load_tokenizer(config.model.path))

@@ -1,0 +1,232 @@
+"""The composition of a training run: every part is whole when it is constructed, and closed in reverse order.
+
+session (processes) -> user code -> servers, train ranks, store -> rollouts -> loop
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_like.api.batch_file import write_batch
+from areal_like.api.trajectory import Batch, Trajectory
+from areal_like.config.experiment import ExperimentConfig
+from areal_like.control.journal import BatchListener, JournalSinks, RunJournal
+from areal_like.control.loop import TrainingLoop
+from areal_like.control.milestones import RunMilestones
+from areal_like.control.publishing import WeightPublisher
+from areal_like.control.supervision import Stop, until_stopped
+from areal_like.errors import ArealLikeError, RolloutsEnded
+from areal_like.observe.metrics import MetricsFile
+from areal_like.observe.progress import RunProgress, closing_table
+from areal_like.observe.trace import Tracer
+from areal_like.rollout.admission import StalenessLimits
+from areal_like.rollout.batch_rule import OnStale
+from areal_like.rollout.breaker import Breaker
+from areal_like.rollout.controller import RolloutController
+from areal_like.rollout.convert import to_trajectories
+from areal_like.rollout.cursor import PromptCursor
+from areal_like.rollout.datasets import read_jsonl
+from areal_like.rollout.dump import RolloutDump
+from areal_like.rollout.executor import ExecutorSettings, GroupExecutor
+from areal_like.rollout.filters import GroupFilters
+from areal_like.rollout.ledger import GroupLedger
+from areal_like.rollout.plugins import import_callable
+from areal_like.rollout.store import TrajectoryStore
+from areal_like.train.group import TrainerGroup
+from areal_like.weights.channel import WeightChannel
+from launcher.processes import TRAIN
+from launcher.session import (
+    RunContext,
+    Serving,
+    Session,
+    UserCode,
+    open_serving,
+    open_user_code,
+    start_servers,
+    start_trainer,
+)
+
+logger = logging.getLogger(__name__)
+
+#: seconds a step under way gets to finish when the run is asked to stop, and then the checkpoint to be written
+STEP_GRACE = 3.0
+SAVE_GRACE = 2.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Everything the loop talks to, ready to work."""
+
+    rollouts: RolloutController
+    trainer: TrainerGroup
+    channel: WeightChannel
+    serving: Serving
+    user: UserCode
+    store: TrajectoryStore
+
+
+@asynccontextmanager
+async def open_parts(session: Session) -> AsyncIterator[Parts]:
+    """Start all processes at once, and wait until each is ready."""
+    context, config = session.context, session.context.config
+    store = TrajectoryStore()
+    async with AsyncExitStack() as stack:
+        served = await stack.enter_async_context(store.serve(session.socket("store")))
+        await start_servers(session)
+        await start_trainer(session, store_address=served.address)
+        user = await stack.enter_async_context(open_user_code(context))
+        serving = await stack.enter_async_context(open_serving(session, user.tokenizer))
+        ranks = await session.registry.expect(TRAIN, config.actor.spec.data, config.actor.start_timeout)
+        trainer = await stack.enter_async_context(
+            TrainerGroup([rank.address for rank in ranks], step_timeout=config.actor.step_timeout)
+        )
+        channel = WeightChannel(
+            trainer, serving.pool, interrupt=config.rollout.interrupt, timeout=config.weights.timeout
+        )
+        yield Parts(
+            rollouts=_rollouts(config, user, serving, store),
+            trainer=trainer,
+            channel=channel,
+            serving=serving,
+            user=user,
+            store=store,
+        )
+
+
+def _rollouts(config: ExperimentConfig, user: UserCode, serving: Serving, store: TrajectoryStore) -> RolloutController:
+    rollout, rows = config.rollout, read_jsonl(config.train_dataset.path)
+    accept = import_callable(rollout.accept_fn, "rollout.accept_fn") if rollout.accept_fn else None
+    limits = StalenessLimits(
+        batch_size=config.train_dataset.batch_size,
+        max_head_offpolicyness=rollout.max_head_offpolicyness,
+        total_train_steps=config.total_train_steps,
+        max_concurrent_rollouts=rollout.max_concurrent_rollouts,
+    )
+    executor = GroupExecutor(
+        workflow=user.workflow(config.gconfig),
+        engine=serving.engine,
+        convert=to_trajectories,
+        sink=store,
+        filters=GroupFilters(accept_fn=accept, drop_equal_rewards=rollout.drop_equal_rewards),
+        settings=ExecutorSettings(
+            seed=config.seed,
+            n_samples=config.gconfig.n_samples,
+            episode_timeout=rollout.episode_timeout,
+            episode_retries=rollout.episode_retries,
+        ),
+        breaker=Breaker(limit=rollout.breaker_failures),
+    )
+    return RolloutController(
+        ledger=GroupLedger(limits, OnStale(rollout.on_stale)),
+        executor=executor,
+        cursor=PromptCursor(n_prompts=len(rows), seed=config.seed, shuffle=config.train_dataset.shuffle),
+        rows=rows,
+        expiry_retries=rollout.episode_retries,
+    )
+
+
+async def train(session: Session, progress: RunProgress, stop: Stop, training: asyncio.Event) -> None:
+    """Start everything, train, and write the summary, whatever ends the training.
+
+    Args:
+        training: set once the loop runs; from then on ``stop`` lets the step under way finish and saves a checkpoint.
+    """
+    context = session.context
+    async with AsyncExitStack() as stack:
+        progress.stage("starting processes")
+        parts = await stack.enter_async_context(open_parts(session))
+        sinks = JournalSinks(
+            metrics=stack.enter_context(MetricsFile(context.paths.metrics)),
+            tracer=stack.enter_context(Tracer(context.paths.trace, process="controller")),
+            progress=progress,
+            store=parts.store,
+            listeners=await _listeners(context, parts, stack),
+        )
+        journal = RunJournal(sinks, statistics=parts.rollouts.statistics)
+        training.set()
+        try:
+            await _run_loop(context, parts, journal, stop)
+        finally:
+            config = context.config
+            summary = journal.summary(
+                experiment_name=config.experiment_name,
+                trial_name=config.trial_name,
+                seed=config.seed,
+                stopped_by=stop.reason or None,
+            )
+            summary.write(context.paths.summary)
+    progress.console.print(closing_table(summary, title=str(context.paths.root)))
+
+
+async def _listeners(context: RunContext, parts: Parts, stack: AsyncExitStack) -> tuple[BatchListener, ...]:
+    """Who gets every batch with its tokens."""
+    listeners: list[BatchListener] = []
+    if context.config.rollout.dump:
+        dump = await stack.enter_async_context(RolloutDump(context.paths.rollouts, parts.user.tokenizer))
+        listeners.append(dump.submit)
+    if context.config.rollout.record_batches:
+        listeners.append(_recorder(context.paths.root))
+    return tuple(listeners)
+
+
+def _recorder(root: Path) -> BatchListener:
+    def record(batch: Batch, rows: Sequence[Trajectory]) -> None:
+        write_batch(root, batch.version, rows)
+
+    return record
+
+
+async def _run_loop(context: RunContext, parts: Parts, journal: RunJournal, stop: Stop) -> None:
+    publisher = WeightPublisher(
+        channel=parts.channel, pool=parts.serving.pool, rollouts=parts.rollouts, journal=journal
+    )
+    async with asyncio.TaskGroup() as background:
+        watchers = [
+            background.create_task(publisher.follow(), name="follow acknowledged versions"),
+            background.create_task(parts.channel.readmit_recovered(), name="readmit servers"),
+        ]
+        milestones = RunMilestones(
+            evaluator=parts.user.evaluator(parts.serving.engine),
+            evaluator_config=context.config.evaluator,
+            saver_config=context.config.saver,
+            trainer=parts.trainer,
+            checkpoint=context.paths.checkpoint,
+            journal=journal,
+            background=background,
+        )
+        loop = TrainingLoop(
+            total_train_steps=context.config.total_train_steps,
+            rollouts=parts.rollouts,
+            trainer=parts.trainer,
+            weights=publisher,
+            milestones=milestones,
+            journal=journal,
+        )
+
+        async def whole() -> None:
+            with suppress(RolloutsEnded):  # the loop was asked to stop, or no prompt is left
+                await loop.run()
+            await parts.rollouts.stop()
+            if not stop.asked:
+                await milestones.after_training(loop.state)
+
+        async with parts.rollouts:
+            stopped = await until_stopped(whole(), stop, ask_to_end=parts.rollouts.stop, grace=STEP_GRACE)
+        if stopped:
+            await _save_before_leaving(milestones, loop)
+        milestones.cancel()
+        for watcher in watchers:
+            watcher.cancel()
+
+
+async def _save_before_leaving(milestones: RunMilestones, loop: TrainingLoop) -> None:
+    try:
+        async with asyncio.timeout(SAVE_GRACE):
+            await milestones.save(loop.state)
+    except (TimeoutError, ArealLikeError) as error:
+        logger.warning("no checkpoint of version %d could be saved before leaving: %r", loop.state.version, error)
