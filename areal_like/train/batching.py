@@ -37,7 +37,7 @@ class MicroBatch:
     """One forward pass.
 
     Attributes:
-        input_ids: int64 [rows, longest] padded on the right, or [1, N] packed.
+        input_ids: int64 [rows, longest] padded on the right, or [1, N] packed: tokens before each row's last target.
         position_ids: int64 [1, N] starting anew with every row (packed), or None.
         row_starts: int32 [rows + 1] (packed), or None; ``row_lengths`` likewise.
         select_T: int64 [T], flat index into ``input_ids`` of the position that predicts each target.
@@ -72,47 +72,54 @@ def build_micro_batch(
 ) -> MicroBatch:
     """Lay ``rows`` out for one forward pass; ``dtype`` is that of log-probs and advantages.
 
+    Only what a written token depends on is laid out: a row ends before its last written token, which is a target only.
+
     Raises:
         ValueError: a row claims that its first token was written: nothing precedes it to predict it.
     """
-    lengths = np.array([row.trajectory.length for row in rows] or [1])
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    row_N = np.repeat(np.arange(len(lengths)), lengths)
-    column_N = np.arange(starts[-1]) - starts[row_N]
-    flat_N = np.arange(starts[-1]) if layout == "packed" else row_N * lengths.max() + column_N
+    lengths_B = np.array([row.trajectory.length for row in rows] or [1])
+    row_N = np.repeat(np.arange(len(lengths_B)), lengths_B)
+    column_N = np.arange(row_N.shape[0]) - (np.cumsum(lengths_B) - lengths_B)[row_N]
     tokens_N = _joined(rows, "token_ids", np.int64)
     written_N = _joined(rows, "loss_mask", np.int64) == 1
     if np.any(written_N & (column_N == 0)):
         bad = rows[int(row_N[written_N & (column_N == 0)][0])].trajectory
-        raise ValueError(
-            f"trajectory of episode {bad.episode_id!r}: its first token has loss_mask 1; a prompt is needed"
-        )
-    size = starts[-1] if layout == "packed" else lengths.max() * len(lengths)
-    ids = np.zeros(size, np.int64)
-    ids[flat_N] = tokens_N
-    advantage_N = np.concatenate(
-        [np.broadcast_to(row.advantage, row.trajectory.length) for row in rows] or [np.zeros(1)]
-    )
+        raise ValueError(f"episode {bad.episode_id!r}: a trajectory's first token has loss_mask 1; a prompt is needed")
+
+    inputs_B = np.ones_like(lengths_B)
+    np.maximum.at(inputs_B, row_N[written_N], column_N[written_N])
+    packed = layout == "packed"
+    starts_B = np.cumsum(inputs_B) - inputs_B if packed else np.arange(len(inputs_B)) * inputs_B.max()
+    flat_N = starts_B[row_N] + column_N
+    kept_N = column_N < inputs_B[row_N]
+    ids = np.zeros(inputs_B.sum() if packed else inputs_B.max() * len(inputs_B), np.int64)
+    ids[flat_N[kept_N]] = tokens_N[kept_N]
+    banned_N = _answer_start(written_N, column_N) < min_new_tokens if min_new_tokens > 0 else None
 
     def tensor(array: Array, as_dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=as_dtype)
 
-    packed = layout == "packed"
-    banned_N = _answer_start(written_N, column_N) < min_new_tokens if min_new_tokens > 0 else None
     return MicroBatch(
-        input_ids=tensor(ids.reshape(1, -1) if packed else ids.reshape(len(lengths), -1), torch.int64),
-        position_ids=tensor(column_N[None], torch.int64) if packed else None,
-        row_starts=tensor(starts, torch.int32) if packed else None,
-        row_lengths=tuple(lengths.tolist()) if packed else (),
+        input_ids=tensor(ids.reshape(1 if packed else len(inputs_B), -1), torch.int64),
+        position_ids=tensor(column_N[kept_N][None], torch.int64) if packed else None,
+        row_starts=tensor(np.append(starts_B, inputs_B.sum()), torch.int32) if packed else None,
+        row_lengths=tuple(inputs_B.tolist()) if packed else (),
         select_T=tensor(flat_N[written_N] - 1, torch.int64),
         target_T=tensor(tokens_N[written_N], torch.int64),
         behave_T=tensor(_joined(rows, "logprobs", np.float32)[written_N], dtype),
-        advantage_T=tensor(advantage_N[written_N], dtype),
+        advantage_T=tensor(_advantages(rows, lengths_B)[written_N], dtype),
         version_T=tensor(_joined(rows, "versions", np.int64)[written_N], torch.int64),
         row_T=tensor(row_N[written_N], torch.int64),
         stop_ban_T=None if banned_N is None else tensor(banned_N[written_N], torch.bool),
         rows=len(rows),
     )
+
+
+def _advantages(rows: Sequence[TrainRow], lengths_B: Array) -> Array:
+    """float64 [N] of all rows end to end."""
+    if all(isinstance(row.advantage, float) for row in rows):
+        return np.repeat(np.array([row.advantage for row in rows] or [0.0]), lengths_B)
+    return np.concatenate([np.broadcast_to(row.advantage, row.trajectory.length) for row in rows])
 
 
 def _joined(rows: Sequence[TrainRow], field: str, dtype: npt.DTypeLike) -> Array:

@@ -82,14 +82,21 @@ def replayed_sampling(gconfig: GenerationHyperparameters, language_model: nn.Mod
     """What of ``gconfig`` changes the distribution; stop tokens as the inference server finds them."""
     ids = set(gconfig.stop_token_ids)
     if not gconfig.ignore_eos:
-        for source in (getattr(language_model, "generation_config", None), language_model.config):
-            eos = getattr(source, "eos_token_id", None)
-            ids |= {eos} if isinstance(eos, int) else set(eos or ())
+        ids |= _eos_ids(language_model)
     return Sampling(
         temperature=gconfig.temperature,
         min_new_tokens=gconfig.min_new_tokens if ids else 0,
         stop_token_ids=tuple(sorted(ids)),
     )
+
+
+def _eos_ids(language_model: nn.Module) -> set[int]:
+    """The generation config's, else the model config's: the rule that servers follow."""
+    for config in (getattr(language_model, "generation_config", None), language_model.config):
+        found = getattr(config, "eos_token_id", None)
+        if found is not None:
+            return {found} if isinstance(found, int) else set(found)
+    return set()
 
 
 class PolicyModel(nn.Module):

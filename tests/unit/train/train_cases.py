@@ -1,0 +1,149 @@
+"""Tiny models and batches that the tests of the trainer share; the rank program imports them too."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from areal_like.api.generation import GenerationHyperparameters
+from areal_like.api.trajectory import Batch, GroupTag, PromptId, Trajectory, TrajectoryTag
+from areal_like.config.actor import ActorConfig
+from areal_like.train.engine import TrainEngine
+from areal_like.train.model import PolicyModel, load_language_model, replayed_sampling
+from areal_like.train.ppo import PpoUpdate
+
+VOCABULARY = 19
+EOS = 2
+
+
+def build_model(
+    folder: Path, *, tied: bool = False, heads: int = 4, kv_heads: int = 2, layers: int = 2, **extra
+) -> Path:
+    """A random Llama with grouped queries, and a file beside it that a checkpoint should carry along."""
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=64,
+        initializer_range=0.6,
+        tie_word_embeddings=tied,
+        eos_token_id=EOS,
+        **extra,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(json.dumps({"note": "copied as it is"}))
+    return folder
+
+
+def exact_norms(model: torch.nn.Module) -> torch.nn.Module:
+    """Let RMSNorm compute in the model's dtype. transformers rounds to float32 inside it, whatever the model's dtype,
+
+    so a difference in the order of sums of 1e-16 could become one of 1e-7 by flipping a rounding.
+    """
+    for module in model.modules():
+        if isinstance(module, LlamaRMSNorm):
+            module.forward = partial(_rms_norm, module)
+    return model
+
+
+def _rms_norm(module: LlamaRMSNorm, x: torch.Tensor) -> torch.Tensor:
+    return module.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon)
+
+
+def random_row(
+    rng: np.random.Generator, *, group: str, episode: str, version: int, reward: float = 0.0, turns: int = 1
+) -> Trajectory:
+    """Prompt, then ``turns`` answers with environment text between them; log-probs near those of a random model."""
+    tokens, mask, versions = list(rng.integers(3, VOCABULARY, rng.integers(1, 5))), [], []
+    mask, versions = [0] * len(tokens), [-1] * len(tokens)
+    for turn in range(turns):
+        answer = int(rng.integers(1, 7))
+        tokens += list(rng.integers(3, VOCABULARY, answer))
+        mask += [1] * answer
+        first = int(rng.integers(max(0, version - 2), version + 1))
+        versions += sorted(int(rng.integers(first, version + 1)) for _ in range(answer))
+        if turn + 1 < turns:
+            tokens += [3, 4]
+            mask += [0, 0]
+            versions += [-1, -1]
+    written = np.array(mask) == 1
+    return Trajectory(
+        token_ids=np.array(tokens, np.int32),
+        loss_mask=np.array(mask, np.int32),
+        logprobs=np.where(written, rng.normal(-2.5, 0.5, len(tokens)), 0).astype(np.float32),
+        versions=np.array(versions, np.int32),
+        reward=reward,
+        group_id=group,
+        episode_id=episode,
+    )
+
+
+def random_batch(
+    *, groups: int = 4, seed: int = 0, version: int = 3, turns: int = 2, sizes: tuple[int, ...] = (3, 1, 4, 2)
+) -> tuple[Batch, dict[str, Trajectory]]:
+    """Groups of uneven size with rows of uneven length, and the store's contents by key."""
+    rng = np.random.default_rng(seed)
+    rows: dict[str, Trajectory] = {}
+    for g in range(groups):
+        for i in range(sizes[g % len(sizes)]):
+            turn_count = int(rng.integers(1, turns + 1))
+            rows[f"{g}/{i}"] = random_row(
+                rng, group=f"g{g}", episode=f"g{g}e{i}", version=version, reward=float(i % 2), turns=turn_count
+            )
+    return batch_of(rows, version), rows
+
+
+def batch_of(rows: dict[str, Trajectory], version: int) -> Batch:
+    """Tags of ``rows`` (keys in order), grouped by group id."""
+    by_group: dict[str, list[TrajectoryTag]] = {}
+    for key, row in rows.items():
+        written = row.versions[row.loss_mask == 1]
+        tag = TrajectoryTag(
+            key=key,
+            group_id=row.group_id,
+            episode_id=row.episode_id,
+            length=row.length,
+            loss_tokens=int((row.loss_mask == 1).sum()),
+            reward=row.reward,
+            oldest_version=int(written.min()) if written.size else version,
+            newest_version=int(written.max()) if written.size else version,
+        )
+        by_group.setdefault(row.group_id, []).append(tag)
+    groups = tuple(
+        GroupTag(group_id=g, prompt=PromptId(epoch=0, index=i), attempt=0, stamp=0, trajectories=tuple(tags))
+        for i, (g, tags) in enumerate(by_group.items())
+    )
+    return Batch(version=version, groups=groups)
+
+
+def build_engine(
+    folder: Path,
+    parallel,
+    actor: ActorConfig,
+    *,
+    gconfig: GenerationHyperparameters | None = None,
+    dtype: torch.dtype = torch.float64,
+    total_steps: int = 10,
+) -> TrainEngine:
+    model = exact_norms(load_language_model(folder, dtype=dtype, layout=actor.mb_spec.packing)).to(parallel.device)
+    policy = PolicyModel(model, replayed_sampling(gconfig or GenerationHyperparameters(), model))
+    return TrainEngine(policy, parallel, actor.optimizer, total_steps=total_steps)
+
+
+def run_update(engine: TrainEngine, actor: ActorConfig, batch: Batch, rows: dict[str, Trajectory]):
+    return PpoUpdate(engine, actor, lambda keys: [rows[key] for key in keys]).run(batch)
+
+
+def weights_of(engine: TrainEngine) -> dict[str, np.ndarray]:
+    """Whole tensors by name, as private copies."""
+    return {name: tensor.to(torch.float64).cpu().numpy().copy() for name, tensor in engine.named_weights()}
