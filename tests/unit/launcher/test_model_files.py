@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from areal_like.errors import ConfigError
+from launcher.model_files import inspect_model
+
+
+def test_a_whole_folder_is_described(model_folder: Path) -> None:
+    facts = inspect_model(model_folder)
+    assert facts.context_length == 64
+    assert facts.weight_bytes == (model_folder / "model.safetensors").stat().st_size
+
+
+def test_the_context_of_a_nested_config_is_found_and_a_silent_one_is_unknown(model_folder: Path) -> None:
+    config = model_folder / "config.json"
+    config.write_text(json.dumps({"text_config": {"n_positions": 12}}))
+    assert inspect_model(model_folder).context_length == 12
+    config.write_text("{}")
+    assert inspect_model(model_folder).context_length is None
+
+
+def cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def pointer(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+
+
+def index_of_a_missing_shard(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model-1.safetensors"}}')
+
+
+@pytest.mark.parametrize(
+    ("break_it", "said"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "cannot be read as JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "holds no JSON object"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer; expected one of tokenizer.json"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has no weights; expected model.safetensors"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"x"), "is no safetensors file"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b""), "is no safetensors file"),
+        (cut, "bytes of"),
+        (pointer, "is a git-lfs pointer, not weights; run `git lfs pull`"),
+        (index_of_a_missing_shard, "model.safetensors.index.json names ['model-1.safetensors'], not in the folder"),
+    ],
+)
+def test_what_is_missing_or_broken_is_named(model_folder: Path, break_it: Callable[[Path], object], said: str) -> None:
+    break_it(model_folder)
+    with pytest.raises(ConfigError) as caught:
+        inspect_model(model_folder)
+    assert said in str(caught.value)
+    assert str(caught.value).startswith("model.path: ")
+
+
+def test_shards_are_added_up(model_folder: Path) -> None:
+    whole = (model_folder / "model.safetensors").read_bytes()
+    (model_folder / "model.safetensors").unlink()
+    names = [f"model-{i}.safetensors" for i in range(2)]
+    for name in names:
+        (model_folder / name).write_bytes(whole)
+    weight_map = dict(zip("ab", names, strict=True))
+    (model_folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert inspect_model(model_folder).weight_bytes == 2 * len(whole)
+
+
+def test_a_file_is_no_folder(model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="is a file; expected a folder"):
+        inspect_model(model_folder / "config.json")
