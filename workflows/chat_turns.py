@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 from areal_like.api import Tokenizer
+
+#: two answers that end in different tokens: what their renderings have in common at the end is what follows an answer
+_STAND_INS = ("yes", "no")
 
 
 class ChatTurns:
     """Renders only what follows an answer: the end of the assistant's turn, new messages, the next generation prompt.
 
     The chat so far cannot be rendered again: encoding decoded text may give other ids, and templates drop parts of
-    earlier answers (reasoning). So the new messages are rendered behind a stand-in conversation, whose ids are cut off.
+    earlier answers (reasoning). So the new messages are rendered behind two stand-in conversations that differ in their
+    answer alone, and the common end of both is taken.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -27,36 +31,21 @@ class ChatTurns:
         """Ids to append behind ``answer_ids``; ``last`` leaves the generation prompt out.
 
         Raises:
-            ValueError: the template renders earlier messages differently once others follow, so nothing can be cut off.
+            ValueError: the template leaves earlier answers out, or refuses the messages.
         """
-        head, stand_in = self._stand_in
-        ids = self._tokenizer.apply_chat_template([*_STAND_IN, *messages], add_generation_prompt=not last)
-        if ids[: len(stand_in)] != stand_in:
+        first, second = (self._render(answer, messages, last) for answer in _STAND_INS)
+        if first == second:
             raise ValueError(
-                "this chat template changes earlier messages when others follow; turns cannot be appended to what was "
-                "sampled: let the environment give text instead of messages"
+                "this chat template leaves earlier answers out when messages follow, so a conversation cannot be "
+                "appended to; let the environment give text instead of messages"
             )
-        tail = ids[self._end_of_answer(head, stand_in) :]
+        pairs = zip(reversed(first), reversed(second), strict=False)
+        size = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        tail = first[len(first) - size :]
         # the model may have written the end of its turn itself; where its budget cut it off, the template's is added
         written = bool(answer_ids) and bool(tail) and answer_ids[-1] == tail[0]
         return tail[1:] if written else tail
 
-    @cached_property
-    def _stand_in(self) -> tuple[int, list[int]]:
-        """Length of the stand-in's opening, and all its ids."""
-        opening = self._tokenizer.apply_chat_template(_STAND_IN[:1])
-        return len(opening), self._tokenizer.apply_chat_template(_STAND_IN, add_generation_prompt=False)
-
-    def _end_of_answer(self, head: int, stand_in: list[int]) -> int:
-        """Where the stand-in's answer ends: at the end-of-sequence token behind it, if the template writes one."""
-        end = self._tokenizer.eos_token_id
-        for position in range(head, len(stand_in)):
-            if stand_in[position] == end:
-                return position
-        return len(stand_in)
-
-
-_STAND_IN: tuple[Mapping[str, Any], ...] = (
-    {"role": "user", "content": "question"},
-    {"role": "assistant", "content": "answer"},
-)
+    def _render(self, answer: str, messages: Sequence[Mapping[str, Any]], last: bool) -> list[int]:
+        stand_in = ({"role": "user", "content": "?"}, {"role": "assistant", "content": answer})
+        return self._tokenizer.apply_chat_template([*stand_in, *messages], add_generation_prompt=not last)

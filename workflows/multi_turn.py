@@ -131,4 +131,4 @@ def _factory(environment: str | Callable[..., Environment], arguments: Mapping[s
 
 async def _settled(value: _T | Awaitable[_T]) -> _T:
     """The value itself, or what it resolves to: environments may be plain or asynchronous."""
-    return await value if inspect.isawaitable(value) else cast(_T, value)
+    return await value if inspect.isawaitable(value) else value
