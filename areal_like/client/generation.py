@@ -21,6 +21,7 @@ from areal_like.client.pool import ServerPool
 from areal_like.client.poster import ConnectionBroken, Poster, ServerBusy
 from areal_like.client.retry import RetryPolicy
 from areal_like.client.stitching import Draft, TextRules, extend_draft, start_draft
+from areal_like.client.task_scope import leave
 from areal_like.errors import InfrastructureError, NoServerAvailable, RequestError, ServerUnavailable
 
 
@@ -94,7 +95,7 @@ class RemoteEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            await self._aborts.__aexit__(kind, error, trace)
+            await leave(self._aborts, kind, error, trace)
         finally:
             await self._poster.__aexit__(kind, error, trace)
 

@@ -20,6 +20,7 @@ from areal_like.client.control import ServerControl
 from areal_like.client.health import HealthPolicy, fault_of
 from areal_like.client.routing import RoutingView, choose_server
 from areal_like.client.server import Server, ServerState, ServerStatistics
+from areal_like.client.task_scope import leave
 from areal_like.errors import ArealLikeError, ServerUnavailable
 
 #: ``lowest_version`` before the first receipt
@@ -61,7 +62,7 @@ class ServerPool:
         for task in self._watching.values():
             task.cancel()
         try:
-            await self._watchers.__aexit__(kind, error, trace)
+            await leave(self._watchers, kind, error, trace)
         finally:
             for server in self._servers.values():
                 await server.control.aclose()

@@ -27,7 +27,7 @@ TOKEN = "test-token"
 Script = Callable[[GenerateBody], Awaitable[GenerateOutput | web.Response]]
 
 #: decisions within milliseconds; nothing here waits for the interval in the good case
-QUICK = HealthPolicy(interval=0.05, timeout=0.2, failures=2, retry=0.005, readmit_after=0.01)
+QUICK = HealthPolicy(interval=0.05, timeout=5.0, failures=2, retry=0.005, readmit_after=0.01)
 
 
 def output(tokens: list[int], reason: StopReason = StopReason.STOP, version: int = 0) -> GenerateOutput:
