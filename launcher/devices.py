@@ -7,7 +7,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+#: two places where a GPU shows; a container may have either
 _DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
+_DEVICE_NODES = "nvidia[0-9]*"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,8 @@ def _visible_gpus() -> int:
             return 0
     except importlib.metadata.PackageNotFoundError:
         return 0
-    present = len(list(_DRIVER_FOLDER.iterdir())) if _DRIVER_FOLDER.is_dir() else 0
+    driven = len(list(_DRIVER_FOLDER.iterdir())) if _DRIVER_FOLDER.is_dir() else 0
+    present = driven or len(list(Path("/dev").glob(_DEVICE_NODES)))
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if allowed is None:
         return present

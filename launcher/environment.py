@@ -33,6 +33,12 @@ def thread_environment(threads: int) -> dict[str, str]:
     }
 
 
+def quiet_own_threads() -> None:
+    """One compute thread for this process and what inherits its environment (reward workers), unless told otherwise."""
+    for name, value in thread_environment(1).items():
+        os.environ.setdefault(name, value)
+
+
 def child_environment(
     *, threads: int, token: str, run_id: str, extra: Mapping[str, str] | None = None
 ) -> dict[str, str]:

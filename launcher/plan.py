@@ -154,8 +154,14 @@ def _staleness_rows(config: ExperimentConfig) -> Mapping[str, str]:
         "slots": f"{plan.slots} groups between admission and training, {plan.ahead} of them ahead of the current batch",
         "at once": f"{plan.running} groups = {plan.episodes} episodes",
         "on a commit": f"requests in flight: {config.rollout.interrupt.value}",
-        "reproducible": "seeded answers repeat exactly on the embedded engine if no commit cut them",
+        "reproducible": _reproducible(config),
     }
+
+
+def _reproducible(config: ExperimentConfig) -> str:
+    if config.rollout.spec.name == "embedded":
+        return "seeded answers repeat exactly if no commit cut them"
+    return f"seeded answers repeat as well as {config.rollout.spec.name} repeats them, if no commit cut them"
 
 
 def _file_rows(config: ExperimentConfig) -> Mapping[str, str]:

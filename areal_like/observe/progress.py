@@ -116,7 +116,7 @@ class RunProgress:
         steps = last_step - first_step
         return (self._total - last_step) * (now - began) / steps if steps > 0 else None
 
-    def log_handler(self, level: int = logging.WARNING) -> logging.Handler:
+    def console_log(self, level: int = logging.WARNING) -> logging.Handler:
         """A handler that shows records of ``level`` and above without tearing the bar."""
         return RichHandler(level=level, console=self.console, show_path=False, markup=False)
 

@@ -10,10 +10,12 @@ from areal_like.config.paths import RunPaths
 from areal_like.errors import ConfigError
 from launcher.checkpoints import newest_checkpoint
 from launcher.checks import check_experiment
+from launcher.environment import quiet_own_threads
 from launcher.leftovers import new_run_id
 
 
 def run(arguments: argparse.Namespace) -> int:
+    quiet_own_threads()
     config = load_config(arguments.experiment, arguments.overrides)
     if config.valid_dataset is None:
         raise ConfigError(f"{arguments.experiment}: valid_dataset: is required to evaluate; name a JSONL file")

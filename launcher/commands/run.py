@@ -8,11 +8,13 @@ import sys
 from areal_like.config.load import dump_resolved, load_config
 from areal_like.config.paths import RunPaths
 from launcher.checks import check_experiment
+from launcher.environment import quiet_own_threads
 from launcher.leftovers import new_run_id
 from launcher.run_directory import claim_run_directory
 
 
 def run(arguments: argparse.Namespace) -> int:
+    quiet_own_threads()
     config = load_config(arguments.experiment, arguments.overrides)
     report = check_experiment(config, force=arguments.force)
     for warning in report.warnings:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 FORBIDDEN_NAMES = {"sample", "samples", "item", "items"}
 #: nor part of one
 FORBIDDEN_PARTS = {"manager", "handler", "utils", "util", "helper", "helpers"}
-#: names that a library gives: the word is Python's, for a logging.Handler or a loop's exception handler
-GIVEN_NAMES = {"exception_handler", "log_handler"}
+#: names that a library gives
+GIVEN_NAMES = {"exception_handler"}
 
 
 def listed(wrong: Iterable[str]) -> str:

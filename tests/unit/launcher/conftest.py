@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import struct
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from areal_like.config.experiment import ExperimentConfig
 from areal_like.config.load import config_from_mapping
@@ -52,6 +54,11 @@ def write_model(folder: Path, *, context: int = 64) -> Path:
     (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     write_safetensors(folder / "model.safetensors", TENSOR, bytes(8))
     return folder
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The controller runs on uvloop, which starts and watches children in its own way: every test runs on both."""
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def launcher_of(tmp_path: Path, code: str, **settings: float) -> LocalLauncher:
         run_id=new_run_id(),
         token="secret",
         command=(sys.executable, "-c", code),
-        **settings,  # type: ignore[arg-type]
+        **settings,
     )
 
 
@@ -123,7 +123,7 @@ async def test_stopping_ends_every_child_and_is_no_death(tmp_path: Path) -> None
     async with launcher_of(tmp_path, WAITS) as launcher:
         children = [await launcher.start("train", i, "{}", threads=1) for i in range(2)]
         for child in children:
-            await until(lambda log=child.log: tail(log, 1))  # type: ignore[misc]
+            await until(lambda log=child.log: tail(log, 1))
         assert launcher.statistics().running == 2
         await launcher.stop()
         await launcher.stop()
@@ -198,9 +198,10 @@ async def test_an_interpreter_that_is_missing_is_named(tmp_path: Path) -> None:
             await launcher.start("train", 0, "{}", threads=1)
 
 
-def test_no_child_outlives_a_killed_controller(tmp_path: Path) -> None:
+@pytest.mark.parametrize("runner", ["asyncio", "uvloop"])
+def test_no_child_outlives_a_killed_controller(tmp_path: Path, runner: str) -> None:
     controller_code = f"""
-    import asyncio, sys
+    import asyncio, sys, uvloop
     from pathlib import Path
     from areal_like.config.paths import RunPaths
     from launcher.local import LocalLauncher, tail
@@ -212,7 +213,7 @@ def test_no_child_outlives_a_killed_controller(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
         print(child.pid, *tail(child.log, 1), flush=True)
         await launcher.watch()
-    asyncio.run(main())
+    {runner}.run(main())
     """
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(controller_code)], stdout=subprocess.PIPE

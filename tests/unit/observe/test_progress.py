@@ -54,7 +54,7 @@ def test_a_terminal_gets_a_live_bar() -> None:
         progress.stage("evaluating")
         progress.step(figures(3))
         logger = logging.getLogger("test_progress")
-        handler = progress.log_handler()
+        handler = progress.console_log()
         logger.addHandler(handler)
         logger.warning("[careful]")
         logger.removeHandler(handler)
