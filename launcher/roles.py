@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from areal_like.observe.logs import setup_logging
 from launcher.child import die_with_parent, run_token
 
 INFERENCE = "inference"
@@ -40,6 +41,7 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(f"usage: python -m launcher.roles {{{','.join(_ROLES)}}} <spec file>\n")
         return 2
     spec = RoleSpec.model_validate_json(Path(arguments[1]).read_text(encoding="utf-8"))
+    setup_logging(f"{spec.role}-{spec.index}")  # stderr is the role's log file
     _ROLES[arguments[0]](spec)
     return 0
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
+from areal_like.api.engine import InferenceEngine
 from areal_like.api.generation import GenerationHyperparameters
 from areal_like.api.workflow import RewardFunction, RolloutWorkflow, Tokenizer
 from areal_like.client.control import EmbeddedControl
@@ -174,7 +175,7 @@ class UserCode:
             workflow_args=self.config.workflow_args,
         )
 
-    def evaluator(self, engine: RemoteEngine) -> Evaluator | None:
+    def evaluator(self, engine: InferenceEngine) -> Evaluator | None:
         """Over the validation set; None where the experiment has none."""
         config = self.config
         if config.valid_dataset is None:

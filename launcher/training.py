@@ -20,6 +20,7 @@ from areal_like.control.loop import TrainingLoop
 from areal_like.control.milestones import RunMilestones
 from areal_like.control.publishing import WeightPublisher
 from areal_like.control.supervision import Stop, until_stopped
+from areal_like.control.traced_engine import TracedEngine
 from areal_like.errors import ArealLikeError, RolloutsEnded
 from areal_like.observe.metrics import MetricsFile
 from areal_like.observe.progress import RunProgress, closing_table
@@ -71,7 +72,7 @@ class Parts:
 
 
 @asynccontextmanager
-async def open_parts(session: Session) -> AsyncIterator[Parts]:
+async def open_parts(session: Session, tracer: Tracer) -> AsyncIterator[Parts]:
     """Start all processes at once, and wait until each is ready."""
     context, config = session.context, session.context.config
     store = TrajectoryStore()
@@ -89,7 +90,7 @@ async def open_parts(session: Session) -> AsyncIterator[Parts]:
             trainer, serving.pool, interrupt=config.rollout.interrupt, timeout=config.weights.timeout
         )
         yield Parts(
-            rollouts=_rollouts(config, user, serving, store),
+            rollouts=_rollouts(config, user, TracedEngine(serving.engine, tracer, track="generation"), store),
             trainer=trainer,
             channel=channel,
             serving=serving,
@@ -98,7 +99,7 @@ async def open_parts(session: Session) -> AsyncIterator[Parts]:
         )
 
 
-def _rollouts(config: ExperimentConfig, user: UserCode, serving: Serving, store: TrajectoryStore) -> RolloutController:
+def _rollouts(config: ExperimentConfig, user: UserCode, engine: InferenceEngine, store: TrajectoryStore) -> RolloutController:
     rollout, rows = config.rollout, read_jsonl(config.train_dataset.path)
     accept = import_callable(rollout.accept_fn, "rollout.accept_fn") if rollout.accept_fn else None
     limits = StalenessLimits(
@@ -109,7 +110,7 @@ def _rollouts(config: ExperimentConfig, user: UserCode, serving: Serving, store:
     )
     executor = GroupExecutor(
         workflow=user.workflow(config.gconfig),
-        engine=serving.engine,
+        engine=engine,
         convert=to_trajectories,
         sink=store,
         filters=GroupFilters(accept_fn=accept, drop_equal_rewards=rollout.drop_equal_rewards),
@@ -139,10 +140,11 @@ async def train(session: Session, progress: RunProgress, stop: Stop, training: a
     context = session.context
     async with AsyncExitStack() as stack:
         progress.stage("starting processes")
-        parts = await stack.enter_async_context(open_parts(session))
+        tracer = stack.enter_context(Tracer(context.paths.trace, process="controller"))
+        parts = await stack.enter_async_context(open_parts(session, tracer))
         sinks = JournalSinks(
             metrics=stack.enter_context(MetricsFile(context.paths.metrics)),
-            tracer=stack.enter_context(Tracer(context.paths.trace, process="controller")),
+            tracer=tracer,
             progress=progress,
             store=parts.store,
             listeners=await _listeners(context, parts, stack),
@@ -150,7 +152,7 @@ async def train(session: Session, progress: RunProgress, stop: Stop, training: a
         journal = RunJournal(sinks, statistics=parts.rollouts.statistics)
         training.set()
         try:
-            await _run_loop(context, parts, journal, stop)
+            await _run_loop(context, parts, journal, tracer, stop)
         finally:
             config = context.config
             summary = journal.summary(
@@ -181,7 +183,7 @@ def _recorder(root: Path) -> BatchListener:
     return record
 
 
-async def _run_loop(context: RunContext, parts: Parts, journal: RunJournal, stop: Stop) -> None:
+async def _run_loop(context: RunContext, parts: Parts, journal: RunJournal, tracer: Tracer, stop: Stop) -> None:
     publisher = WeightPublisher(
         channel=parts.channel, pool=parts.serving.pool, rollouts=parts.rollouts, journal=journal
     )
@@ -191,7 +193,7 @@ async def _run_loop(context: RunContext, parts: Parts, journal: RunJournal, stop
             background.create_task(parts.channel.readmit_recovered(), name="readmit servers"),
         ]
         milestones = RunMilestones(
-            evaluator=parts.user.evaluator(parts.serving.engine),
+            evaluator=parts.user.evaluator(TracedEngine(parts.serving.engine, tracer, track="evaluation")),
             evaluator_config=context.config.evaluator,
             saver_config=context.config.saver,
             trainer=parts.trainer,
