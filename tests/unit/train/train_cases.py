@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -147,3 +148,63 @@ def run_update(engine: TrainEngine, actor: ActorConfig, batch: Batch, rows: dict
 def weights_of(engine: TrainEngine) -> dict[str, np.ndarray]:
     """Whole tensors by name, as private copies."""
     return {name: tensor.to(torch.float64).cpu().numpy().copy() for name, tensor in engine.named_weights()}
+
+
+def _actor(**changes) -> ActorConfig:
+    return ActorConfig.model_validate({"optimizer": {"lr": 3e-3}, "ppo_n_minibatches": 2} | changes)
+
+
+def _run(parallel, folder: Path, actor: ActorConfig, batch: Batch, rows, **kwargs):
+    engine = build_engine(folder, parallel, actor, **kwargs)
+    report = run_update(engine, actor, batch, rows)
+    return weights_of(engine), report.metrics
+
+
+def uneven_rows(parallel, folder: Path):
+    return _run(parallel, folder, _actor(), *random_batch())
+
+
+def packed_micro_batches(parallel, folder: Path):
+    actor = _actor(mb_spec={"packing": "packed", "max_tokens_per_mb": 20}, aggregation="seq_mean_token_mean")
+    return _run(parallel, folder, actor, *random_batch(seed=5))
+
+
+def a_rank_without_rows(parallel, folder: Path):
+    """One row in the first minibatch: with two ranks, one of them has nothing to do."""
+    return _run(parallel, folder, _actor(), *random_batch(groups=2, sizes=(1, 2)))
+
+
+def no_rank_has_more_than_one_row(parallel, folder: Path):
+    actor = _actor(ppo_n_minibatches=1, prox="interpolate", mb_spec={"max_tokens_per_mb": 1})
+    return _run(parallel, folder, actor, *random_batch(groups=1, sizes=(2,)))
+
+
+def not_finite_on_one_rank(parallel, folder: Path):
+    batch, rows = random_batch()
+    bad = rows["0/0"]
+    rows["0/0"] = replace(bad, returns=np.full(bad.length, np.nan, np.float32))
+    return _run(parallel, folder, _actor(), batch, rows)
+
+
+def replayed_processors(parallel, folder: Path):
+    gconfig = GenerationHyperparameters(temperature=0.7, min_new_tokens=2)
+    return _run(parallel, folder, _actor(), *random_batch(seed=3), gconfig=gconfig)
+
+
+def single_precision(parallel, folder: Path):
+    return _run(parallel, folder, _actor(), *random_batch(), dtype=torch.float32)
+
+
+#: run on one rank in the test's process and on several in others; all but the last are in float64
+SCENARIOS = {
+    f.__name__: f
+    for f in (
+        uneven_rows,
+        packed_micro_batches,
+        a_rank_without_rows,
+        no_rank_has_more_than_one_row,
+        not_finite_on_one_rank,
+        replayed_processors,
+        single_precision,
+    )
+}
