@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_like.api.batch_file import write_batch
+from areal_like.api.engine import InferenceEngine
 from areal_like.api.trajectory import Batch, Trajectory
 from areal_like.config.experiment import ExperimentConfig
 from areal_like.control.journal import BatchListener, JournalSinks, RunJournal
@@ -99,7 +100,9 @@ async def open_parts(session: Session, tracer: Tracer) -> AsyncIterator[Parts]:
         )
 
 
-def _rollouts(config: ExperimentConfig, user: UserCode, engine: InferenceEngine, store: TrajectoryStore) -> RolloutController:
+def _rollouts(
+    config: ExperimentConfig, user: UserCode, engine: InferenceEngine, store: TrajectoryStore
+) -> RolloutController:
     rollout, rows = config.rollout, read_jsonl(config.train_dataset.path)
     accept = import_callable(rollout.accept_fn, "rollout.accept_fn") if rollout.accept_fn else None
     limits = StalenessLimits(
