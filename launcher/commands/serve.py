@@ -9,6 +9,7 @@ from pathlib import Path
 
 from areal_like.config.load import load_config
 from areal_like.inference.spec import InferenceServerSpec
+from areal_like.observe.logs import setup_logging
 from launcher.checks import check_backend, check_ports
 from launcher.child import TOKEN_VARIABLE
 from launcher.devices import this_machine
@@ -37,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         context_length=config.rollout.context_length,
         seed=config.seed,
     )
+    setup_logging(spec.name)
     os.environ.update(thread_environment(spec.threads))  # before torch is imported, which reads it once
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
 
