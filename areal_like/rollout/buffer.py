@@ -10,7 +10,7 @@ from areal_like.api.trajectory import GroupTag
 class FinishedBuffer:
     """Groups by stamp, and by admission within a stamp: the order of finishing leaves no trace in a batch.
 
-    Adding and removing cost O(1); taking sorts the stamps it takes from, once per batch.
+    Adding and removing cost O(1); choosing sorts the stamps it chooses from, once per batch.
     """
 
     def __init__(self) -> None:
@@ -32,13 +32,11 @@ class FinishedBuffer:
             del self._by_stamp[stamp]
         return group
 
-    def take(self, chosen: Mapping[int, int]) -> tuple[GroupTag, ...]:
-        """Take the first ``chosen[stamp]`` admitted of each stamp; in order of admission over all stamps."""
+    def first(self, chosen: Mapping[int, int]) -> tuple[GroupTag, ...]:
+        """The first ``chosen[stamp]`` admitted of each stamp, in order of admission over all stamps. They stay here."""
         picked: list[tuple[int, GroupTag]] = []
         for stamp, count in chosen.items():
             picked += sorted(self._by_stamp[stamp].values(), key=lambda entry: entry[0])[:count]
-        for _, group in picked:
-            self.remove(group.group_id, stamp=group.stamp)
         return tuple(group for _, group in sorted(picked, key=lambda entry: entry[0]))
 
     @property

@@ -115,7 +115,8 @@ class GroupLedger:
         """The group leaves by ``exit_``."""
         state, stamp = self._lifecycle.state(group_id), self._lifecycle.stamp(group_id)
         self._lifecycle.end(group_id, exit_)
-        if state is GroupState.FINISHED and stamp is not None:
+        if state is GroupState.FINISHED:
+            assert stamp is not None, "finished groups are stamped"
             self._finished.remove(group_id, stamp=stamp)
 
     def is_live(self, group_id: str) -> bool:
@@ -150,12 +151,14 @@ class GroupLedger:
         """Take the groups that :meth:`batch_decision` chose, in order of admission.
 
         Raises:
-            StalenessBroken: one of them is older than eta allows, which the rules make impossible.
+            StalenessBroken: one of them is older than eta allows, which the rules make impossible; none is taken.
         """
-        groups = self._finished.take(decision.chosen)
+        groups = self._finished.first(decision.chosen)
+        for group in groups:
+            self._check_fresh(group)
         for group in groups:
             self._lifecycle.take(group.group_id)
-            self._check_fresh(group)
+            self._finished.remove(group.group_id, stamp=group.stamp)
         self._batches_taken += 1
         return groups
 

@@ -79,7 +79,7 @@ class Servers:
     def __init__(self, world: World, chance: random.Random) -> None:
         self.world = world
         self.chance = chance
-        self.versions = {name: 0 for name in "abc"}
+        self.versions = dict.fromkeys("abc", 0)
         self.rotation = set(self.versions)
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
