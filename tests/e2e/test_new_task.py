@@ -1,4 +1,4 @@
-"""The new task of docs/new_task.md, run as a user runs it: exactly that text, all processes."""
+"""The new task of the README, run as a user runs it: exactly that text, all processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_documented_task_trains(tmp_path: Path) -> None:
     from launcher.tiny_models import ArithmeticSettings, build_arithmetic
 
     build_arithmetic(tmp_path / "models" / "arithmetic", 1, ArithmeticSettings(clean_steps=2, noisy_steps=0))
-    for name, text in _FILE.findall((ROOT / "docs" / "new_task.md").read_text(encoding="utf-8")):
+    for name, text in _FILE.findall((ROOT / "README.md").read_text(encoding="utf-8")):
         (tmp_path / name).write_text(text, encoding="utf-8")
     command = [sys.executable, "-m", "launcher", "run", "my_task.yaml"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)

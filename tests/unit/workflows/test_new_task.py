@@ -1,4 +1,4 @@
-"""The new task of docs/new_task.md: short, and every word of it works."""
+"""The new task of the README: short, and every word of it works."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from areal_like.rollout.plugins import build_workflow
 from areal_like.rollout.rewards import open_rewards
 from areal_like.rollout.tokenizer import load_tokenizer
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "new_task.md"
+DOCUMENT = Path(__file__).parents[3] / "README.md"
 #: a file's name in backquotes, then its text in a fence
 _FILE = re.compile(r"^`([\w.]+)`\n\n```\w+\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
