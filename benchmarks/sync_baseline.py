@@ -5,8 +5,10 @@ On-ramp, synchronous baseline of the asynchronous system, and its numerical orac
     python benchmarks/sync_baseline.py --config configs/guess_cpu.yaml [--model DIR] [--data FILE] [--steps N]
     python benchmarks/sync_baseline.py --replay runs/guess/cpu
 
-The first trains. The second trains on the batches that a run recorded, in order, and compares the final weights with
-the run's last checkpoint. Legend: ``_B`` rows, ``_L`` positions, ``_T`` written tokens in order, ``_V`` vocabulary.
+The first trains. The second trains on the batches that a run recorded (``rollout.record_batches: true``), in order, and
+compares the final weights with the run's last checkpoint: equal to the bit if it ran on one CPU rank with padded rows.
+
+Legend: ``_B`` rows, ``_L`` positions, ``_T`` written tokens in order, ``_V`` vocabulary.
 """
 
 import argparse
@@ -48,14 +50,13 @@ class Policy:
         path, kernel = config.model.path, config.model.attn_implementation
         self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=kernel)
         self.actor, self.gconfig, o = config.actor, config.gconfig, config.actor.optimizer
-        eos = None if config.gconfig.ignore_eos else self.model.generation_config.eos_token_id
-        self.stop_ids = sorted({*config.gconfig.stop_token_ids, *([eos] if isinstance(eos, int) else eos or ())})
+        eos = None if self.gconfig.ignore_eos else self.model.generation_config.eos_token_id
+        self.stop_ids = sorted({*self.gconfig.stop_token_ids, *([eos] if isinstance(eos, int) else eos or ())})
         parameters, betas = self.model.parameters(), (o.beta1, o.beta2)
-        self.adamw = torch.optim.AdamW(parameters, betas=betas, eps=o.eps, weight_decay=o.weight_decay)
-        total, kind = config.total_train_steps * self.actor.ppo_n_minibatches, o.lr_scheduler_type
-        self.rate = LearningRate(
-            peak=o.lr, kind=kind, warmup_steps=o.warmup_steps, total_steps=total, min_ratio=o.min_lr_ratio
-        )
+        self.adamw = torch.optim.AdamW(parameters, betas=betas, eps=o.eps, weight_decay=o.weight_decay, fused=True)
+        steps, kind = config.total_train_steps * self.actor.ppo_n_minibatches, o.lr_scheduler_type
+        shape = {"warmup_steps": o.warmup_steps, "total_steps": steps, "min_ratio": o.min_lr_ratio}
+        self.rate = LearningRate(peak=o.lr, kind=kind, **shape)
         self.optimizer_steps = self.version = 0
 
     @torch.no_grad()
@@ -92,16 +93,19 @@ class Policy:
 
     def logprobs(self, rows: Sequence[Trajectory]) -> torch.Tensor:
         """Log-probs [T] of the written tokens of ``rows`` under the current weights."""
-        longest = max(row.length for row in rows)
-        ids_BL = torch.tensor(np.stack([np.pad(row.token_ids, (0, longest - row.length)) for row in rows])).long()
-        mask_BL = torch.tensor(np.stack([np.pad(row.loss_mask, (0, longest - row.length)) for row in rows])) == 1
-        hidden_BLD = self.model.base_model(input_ids=ids_BL, use_cache=False).last_hidden_state
+        last = [int(np.flatnonzero(row.loss_mask)[-1]) for row in rows]  # a target only: the model need not read it
+        space = [(0, max(last) - n) for n in last]
+        ids = [np.pad(row.token_ids[:n], pad) for row, n, pad in zip(rows, last, space, strict=True)]
+        mask = [np.pad(row.loss_mask[1 : n + 1], pad) for row, n, pad in zip(rows, last, space, strict=True)]
+        ids_BL, mask_BL = torch.tensor(np.stack(ids)).long(), torch.tensor(np.stack(mask)) == 1  # predicts a target
         row_BL = torch.arange(len(rows))[:, None].expand_as(mask_BL)
-        young_BL = stop_ban_positions(mask_BL.flatten(), row_BL.flatten(), self.gconfig.min_new_tokens).view_as(mask_BL)
-        ban = StopBan(ids_K=torch.tensor(self.stop_ids, dtype=torch.int64), active_T=young_BL[mask_BL])
-        hidden_TD = hidden_BLD[:, :-1][mask_BL[:, 1:]]  # position t predicts token t + 1
+        young_N = stop_ban_positions(mask_BL.flatten(), row_BL.flatten(), self.gconfig.min_new_tokens)
+        ban = StopBan(ids_K=torch.tensor(self.stop_ids, dtype=torch.int64), active_T=young_N[mask_BL.flatten()])
+        hidden_ND = self.model.base_model(input_ids=ids_BL, use_cache=False).last_hidden_state.flatten(0, 1)
+        hidden_TD = hidden_ND.index_select(0, mask_BL.flatten().nonzero().squeeze(1))
+        target_T = torch.tensor(np.concatenate([row.token_ids[row.loss_mask == 1] for row in rows])).long()
         head, temperature = self.model.get_output_embeddings(), self.gconfig.temperature
-        return chunked_logprobs(hidden_TD, head.weight, ids_BL[mask_BL], temperature=temperature, ban=ban).logprob_T
+        return chunked_logprobs(hidden_TD, head.weight, target_T, temperature=temperature, ban=ban).logprob_T
 
     def update(self, rows: Sequence[Trajectory]) -> None:
         """One step of the loop: the groups of one batch make one new version."""
@@ -123,14 +127,9 @@ class Policy:
             mask_T, progress = torch.ones(int(chosen.sum()), dtype=torch.bool), done / len(minibatches)
             times = {"version_T": version_T[chosen], "version": self.version, "progress": progress}
             inputs = ProxInputs(recomputed_T=recomputed_T[chosen], mask_T=mask_T, **times, **common)
-            terms = PolicyTerms(
-                prox_T=proximal_logprobs(actor.prox, inputs),
-                advantage_T=advantage_T[chosen],
-                mask_T=mask_T,
-                row_T=torch.searchsorted(torch.tensor(members), row_T[chosen]),
-                rows=len(members),
-                **common,
-            )
+            prox_T, gain_T = proximal_logprobs(actor.prox, inputs), advantage_T[chosen]
+            at_T, rest = torch.searchsorted(torch.tensor(members), row_T[chosen]), {"mask_T": mask_T, **common}
+            terms = PolicyTerms(prox_T=prox_T, advantage_T=gain_T, row_T=at_T, rows=len(members), **rest)
             self.step(terms, get_objective(actor.objective)(terms, objective_settings(actor)).loss_T)
         self.version += 1
 
@@ -139,8 +138,11 @@ class Policy:
         mode, where = self.actor.aggregation, (terms.mask_T, terms.row_T, terms.rows)
         denominator, constant = local_denominator(mode, *where), self.actor.aggregation_constant
         aggregate(loss_T, *where, mode=mode, denominator=denominator, constant=constant).backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.actor.optimizer.gradient_clipping)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = torch.stack([g.norm() for g in gradients]).double().square().sum().sqrt()
         if torch.isfinite(norm):
+            if norm > self.actor.optimizer.gradient_clipping:
+                torch._foreach_mul_(gradients, float(self.actor.optimizer.gradient_clipping / (norm + 1e-6)))
             self.adamw.param_groups[0]["lr"] = self.rate.at(self.optimizer_steps)
             self.adamw.step()
             self.optimizer_steps += 1
@@ -169,7 +171,7 @@ def replay(run_dir: Path) -> float:
         policy.update(rows)
     folder = RunPaths(root=run_dir).checkpoint(policy.version)
     theirs = {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
-    ours = dict(policy.model.named_parameters())
+    ours = {name: parameter.detach() for name, parameter in policy.model.named_parameters()}
     largest = max(float((theirs[name] - tensor).abs().max()) for name, tensor in ours.items())
     print(f"{policy.version} steps replayed; largest difference of a parameter {largest:.2e}")
     return largest
@@ -181,7 +183,6 @@ def main() -> int:
     parser.add_argument("--model", help="Hugging Face folder, instead of model.path")
     parser.add_argument("--data", help="JSONL file, instead of train_dataset.path")
     parser.add_argument("--steps", type=int, help="instead of total_train_steps")
-    parser.add_argument("--out", help="write the trained model here")
     parser.add_argument("--replay", type=Path, help="folder of a run that recorded its batches")
     parser.add_argument("overrides", nargs="*", help="dotted overrides, such as actor.optimizer.lr=1e-4")
     given = parser.parse_args()
@@ -189,9 +190,7 @@ def main() -> int:
         return int(replay(given.replay) > PARAMETER_TOLERANCE)
     short = {"model.path": given.model, "train_dataset.path": given.data, "total_train_steps": given.steps}
     overrides = [f"{key}={value}" for key, value in short.items() if value is not None]
-    policy = train(load_config(given.config, [*overrides, *given.overrides]))
-    if given.out:
-        policy.model.save_pretrained(given.out)
+    train(load_config(given.config, [*overrides, *given.overrides]))
     return 0
 
 
