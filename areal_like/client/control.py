@@ -21,7 +21,7 @@ from areal_like.api.wire import (
     StageAnswer,
     StageBody,
 )
-from areal_like.client.http_errors import error_message
+from areal_like.client.http_errors import error_message, error_type
 from areal_like.errors import RequestError, ServerUnavailable, StaleCommand, WeightUpdateError
 
 _Answer = TypeVar("_Answer", bound=BaseModel)
@@ -130,6 +130,8 @@ class _AbortAnswer(BaseModel):
 
 def _refuse(where: str, status: int, content: bytes) -> NoReturn:
     message = f"{where}: {status}: {error_message(content)}"
+    if error_type(content) == WeightUpdateError.__name__:
+        raise WeightUpdateError(message)
     if status == httpx.codes.CONFLICT:
         raise StaleCommand(message)
     if 400 <= status < 500:

@@ -15,3 +15,11 @@ def error_message(content: bytes) -> str:
         return f"{error['type']}: {error['message']}" if error.get("type") else str(error["message"])
     except (ValueError, KeyError, TypeError, AttributeError):
         return content[:_SHOWN].decode(errors="replace") or "(empty body)"
+
+
+def error_type(content: bytes) -> str:
+    """The name of the server's exception; empty if the body is no error of ours."""
+    try:
+        return str(json.loads(content)["error"]["type"])
+    except (ValueError, KeyError, TypeError):
+        return ""

@@ -31,12 +31,12 @@ async def control(server: Any, wire: Any) -> AsyncIterator[EmbeddedControl]:
 
 Call = Callable[[EmbeddedControl], Awaitable[object]]
 CALLS: dict[str, Call] = {
-    "/health": lambda c: c.health(timeout=0.2),
-    "/weights/digest": lambda c: c.digest(timeout=0.2),
-    "/pause": lambda c: c.pause(incarnation=0, mode=InterruptMode.KEEP, timeout=0.2),
-    "/resume": lambda c: c.resume(incarnation=0, timeout=0.2),
-    "/weights/stage": lambda c: c.stage(MANIFEST, timeout=0.2),
-    "/weights/commit": lambda c: c.commit(version=1, incarnation=0, mode=InterruptMode.KEEP, timeout=0.2),
+    "/health": lambda c: c.health(timeout=0.1),
+    "/weights/digest": lambda c: c.digest(timeout=0.1),
+    "/pause": lambda c: c.pause(incarnation=0, mode=InterruptMode.KEEP, timeout=0.1),
+    "/resume": lambda c: c.resume(incarnation=0, timeout=0.1),
+    "/weights/stage": lambda c: c.stage(MANIFEST, timeout=0.1),
+    "/weights/commit": lambda c: c.commit(version=1, incarnation=0, mode=InterruptMode.KEEP, timeout=0.1),
 }
 
 
@@ -67,7 +67,7 @@ async def test_a_server_that_hangs_ends_at_the_deadline(control: EmbeddedControl
         raise AssertionError
 
     server.other[path] = hang
-    with pytest.raises(ServerUnavailable, match=rf"s0 {path}: no answer within 0\.2 s"):
+    with pytest.raises(ServerUnavailable, match=rf"s0 {path}: no answer within 0\.1 s"):
         await CALLS[path](control)
 
 
@@ -88,6 +88,15 @@ async def test_a_refusal_carries_the_servers_words(
     server.other[path] = wire.refusal(400, "tensor 'a' is missing")
     with pytest.raises(error, match="400: Refused: tensor 'a' is missing"):
         await CALLS[path](control)
+
+
+@pytest.mark.parametrize("status", [400, 409, 500])
+async def test_a_failed_update_is_told_from_a_stale_command(
+    control: EmbeddedControl, server: Any, wire: Any, status: int
+) -> None:
+    server.other["/weights/stage"] = wire.refusal(status, "tensor 'a' is missing", "WeightUpdateError")
+    with pytest.raises(WeightUpdateError, match="tensor 'a' is missing"):
+        await CALLS["/weights/stage"](control)
 
 
 @pytest.mark.parametrize("answer", [b"not json", b"{}", b""])

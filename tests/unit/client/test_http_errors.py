@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_like.client.http_errors import error_message
+from areal_like.client.http_errors import error_message, error_type
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,16 @@ def test_the_servers_words_whatever_they_are(content: bytes, message: str) -> No
 
 def test_a_page_is_cut() -> None:
     assert len(error_message(b"x" * 10_000)) == 300
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b'{"error": {"type": "StaleCommand", "message": "x"}}', "StaleCommand"),
+        (b'{"error": 1}', ""),
+        (b"[]", ""),
+        (b"", ""),
+    ],
+)
+def test_the_type_of_an_error(content: bytes, kind: str) -> None:
+    assert error_type(content) == kind
