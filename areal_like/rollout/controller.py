@@ -33,6 +33,9 @@ from areal_like.rollout.statistics import GroupExit, RolloutStatistics, RolloutT
 
 logger = logging.getLogger(__name__)
 
+#: seconds that cancelled workflows may spend on cleaning up before the run ends without them
+_STOP_GRACE = 5.0
+
 
 @dataclass(slots=True)
 class _Group:
@@ -136,7 +139,9 @@ class RolloutController:
             self._cut(group_id, reason="stopped")
         self._wake()
         if self._producer is not None:
-            await asyncio.wait({self._producer})
+            _, unfinished = await asyncio.wait({self._producer}, timeout=_STOP_GRACE)
+            if unfinished:
+                logger.error("rollouts: a workflow has ignored its cancellation for %s s; leaving it", _STOP_GRACE)
 
     def statistics(self) -> RolloutStatistics:
         ledger, cursor, tally = self._ledger.statistics(), self._cursor.state(), self._tally
