@@ -17,8 +17,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from areal_like.inference.embedded.slots import rounded_up
 
-#: an idle cache larger than this is released when the next batch needs less than a quarter of it
+#: an idle cache larger than this gives up rows that the next batch does not need
 _KEEP_IDLE_BYTES = 64 * 2**20
+#: columns are added in steps of at least so many
+_COLUMN_STEP = 16
+#: a cache of so few columns never shrinks: copying it costs more than reading it
+_FEW_COLUMNS = 64
 
 
 class _CapturedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -74,53 +78,69 @@ class CapturedPrompt(Cache):  # type: ignore[misc]
             yield keys, values
 
 
+class Cursor:
+    """Where a decode step writes: row r of the first ``len(columns)`` rows at column ``columns[r]``."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._columns = torch.empty(0, dtype=torch.long)
+        self._flat: dict[tuple[int, int], Tensor] = {}
+
+    def point_at(self, columns: Tensor) -> None:
+        self.count = columns.shape[0]
+        self._columns = columns
+        self._flat = {}
+
+    def flat(self, heads: int, capacity: int) -> Tensor:
+        """Index [R * heads] of these places in a cache seen as [rows * heads * capacity, head_dim]; the layers of a
+        model share it."""
+        if (heads, capacity) not in self._flat:
+            first = torch.arange(self.count * heads, device=self._columns.device) * capacity
+            self._flat[heads, capacity] = first + self._columns.repeat_interleave(heads)
+        return self._flat[heads, capacity]
+
+
 class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of the running rows. ``update`` writes one token per row and returns views of the live part."""
+    """One layer of the running rows. ``update`` writes one token per row and returns views of the live rows."""
 
     is_sliding = False
 
     def __init__(self, cursor: Cursor) -> None:
         super().__init__()
         self._cursor = cursor
+        self.width = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys, self.values = _empty_like(key_states), _empty_like(value_states)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        at = self._cursor
-        self.keys[at.rows, :, at.columns] = key_states[:, :, 0]
-        self.values[at.rows, :, at.columns] = value_states[:, :, 0]
-        return self.keys[: at.count, :, : at.width], self.values[: at.count, :, : at.width]
+        count, heads = self._cursor.count, key_states.shape[1]
+        places = self._cursor.flat(heads, self.keys.shape[2])
+        for held, states in ((self.keys, key_states), (self.values, value_states)):
+            held.view(-1, held.shape[3]).index_copy_(0, places, states.reshape(count * heads, held.shape[3]))
+        return self.keys[:count, :, : self.width], self.values[:count, :, : self.width]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cursor.width, 0
+        return self.width, 0
 
     def get_seq_length(self) -> int:
-        return self._cursor.width
+        return self.width
 
     def get_max_length(self) -> int:
         return -1
 
-    def grow(self, rows: int, columns: int, live_rows: int) -> None:
-        self.keys = _grown(self.keys, rows, columns, live_rows)
-        self.values = _grown(self.values, rows, columns, live_rows)
-
-
-class Cursor:
-    """Where the next decode step writes: row r at column ``columns[r]``; it attends to ``width`` columns."""
-
-    __slots__ = ("columns", "count", "rows", "width")
-
-    def __init__(self) -> None:
-        self.rows = torch.empty(0, dtype=torch.long)
-        self.columns = torch.empty(0, dtype=torch.long)
-        self.count = 0
-        self.width = 0
+    def resize(self, rows: int, columns: int, live_rows: int) -> None:
+        self.keys = _resized(self.keys, rows, columns, live_rows)
+        self.values = _resized(self.values, rows, columns, live_rows)
 
 
 class SlotCache(Cache):  # type: ignore[misc]
-    """The running rows of all layers. Grows by doubling and starts again small when it was idle.
+    """The running rows of all layers. Rows grow by doubling; columns stay close to the longest running answer.
+
+    Attention reads all of it at every step, and twice as fast if that is one contiguous piece (measured at 256 rows:
+    2.2 ms a layer against 3.9 over half-empty rows). Hence columns grow by an eighth, shrink by halves, and a step
+    attends to the whole capacity unless most of it is empty.
 
     Unused memory is zero, never uninitialised: a masked column has attention weight 0, and 0 times NaN is NaN.
     """
@@ -135,16 +155,29 @@ class SlotCache(Cache):  # type: ignore[misc]
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for layer in self.layers for t in (layer.keys, layer.values))
 
-    def reserve(self, *, live_rows: int, rows: int, columns: int, max_rows: int, max_columns: int) -> None:
-        """Make room for ``rows`` rows of ``columns`` tokens, keeping the first ``live_rows`` as they are."""
-        if live_rows == 0 and self._rows * self._columns > 4 * rows * columns and self.nbytes > _KEEP_IDLE_BYTES:
-            self._rows = self._columns = 0
-        if rows <= self._rows and columns <= self._columns:
+    def reserve(self, *, live_rows: int, rows: int, columns: int, max_rows: int) -> None:
+        """Make room for ``rows`` rows of ``columns`` tokens, keeping what the first ``live_rows`` have there."""
+        too_small = rows > self._rows or columns > self._columns
+        too_large = 2 * columns < self._columns > _FEW_COLUMNS or (
+            live_rows == 0 and 2 * rows < self._rows and self.nbytes > _KEEP_IDLE_BYTES
+        )
+        if not too_small and not too_large:
             return
-        self._rows = max(self._rows, rounded_up(rows, max_rows))
-        self._columns = max(self._columns, rounded_up(columns, max_columns), columns)
+        if live_rows == 0 or rows > self._rows:
+            self._rows = rounded_up(rows, max_rows)
+        if columns > self._columns or 2 * columns < self._columns:
+            step = max(_COLUMN_STEP, columns // 8)
+            self._columns = -(-columns // step) * step
         for layer in self.layers:
-            layer.grow(self._rows, self._columns, live_rows)
+            layer.resize(self._rows, self._columns, live_rows)
+
+    def aim(self, positions: Tensor, longest: int) -> int:
+        """Point the next step at one column per row, none past ``longest``; the number of columns it attends to."""
+        self.cursor.point_at(positions)
+        width = self._columns if 4 * longest > 3 * self._columns else longest
+        for layer in self.layers:
+            layer.width = width
+        return width
 
     def adopt(self, captured: CapturedPrompt) -> None:
         """Learn the shapes of the layers from the first prefill."""
@@ -181,8 +214,9 @@ def _empty_like(states: Tensor) -> Tensor:
     return states.new_zeros((0, states.shape[1], 0, states.shape[3]))
 
 
-def _grown(held: Tensor, rows: int, columns: int, live_rows: int) -> Tensor:
-    larger = held.new_zeros((rows, held.shape[1], columns, held.shape[3]))
+def _resized(held: Tensor, rows: int, columns: int, live_rows: int) -> Tensor:
+    fresh = held.new_zeros((rows, held.shape[1], columns, held.shape[3]))
+    kept = min(columns, held.shape[2])
     if live_rows:
-        larger[:live_rows, :, : held.shape[2]] = held[:live_rows]
-    return larger
+        fresh[:live_rows, :, :kept] = held[:live_rows, :, :kept]
+    return fresh

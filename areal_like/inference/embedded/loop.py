@@ -172,6 +172,8 @@ class DecodeLoop:
 
     def _seat(self, answers: list[Answer], sources: list[int], captured: CapturedPrompt) -> None:
         """Give ``answers`` rows, holes first, and copy their prompts there."""
+        if not self.has_rows:
+            self._rows.clear()
         live_rows = len(self._rows)
         holes = [row for row, answer in enumerate(self._rows) if answer is None][: len(answers)]
         rows = [*holes, *range(live_rows, live_rows + len(answers) - len(holes))]
@@ -180,18 +182,11 @@ class DecodeLoop:
             self._rows[row] = answer
             self._table.put(row, answer)
         self.cache.adopt(captured)
-        self._reserve(live_rows, captured.columns)
+        self._reserve(live_rows, self._table.longest(len(self._rows)))
         self.cache.insert(captured, sources, rows)
 
     def _reserve(self, live_rows: int, columns: int) -> None:
-        longest = max((a.longest for a in self._rows if a is not None), default=columns)
-        self.cache.reserve(
-            live_rows=live_rows,
-            rows=len(self._rows),
-            columns=columns,
-            max_rows=self._shape.max_rows,
-            max_columns=longest,
-        )
+        self.cache.reserve(live_rows=live_rows, rows=len(self._rows), columns=columns, max_rows=self._shape.max_rows)
 
     # --- decoding -----------------------------------------------------------------------------------------------
 
@@ -201,12 +196,12 @@ class DecodeLoop:
             return
         count = len(self._rows)
         answers = [a for a in self._rows if a is not None]
-        width = self._table.width(count)
-        self._reserve(count, width)
+        longest = self._table.longest(count)
+        self._reserve(count, longest)
         device = self._runner.device
         tokens = torch.from_numpy(self._table.token[:count]).to(device, non_blocking=True)
         positions = torch.from_numpy(self._table.length[:count]).to(device, non_blocking=True)
-        logits = self._runner.decode(tokens, positions, width, self.cache)
+        logits = self._runner.decode(tokens, positions, longest, self.cache)
         changes = logit_changes(answers) if self._table.changing(count) else ()
         drawn = draw(logits, self._table.columns(count), changes)
         self._table.advance(count, drawn.tokens)
@@ -222,7 +217,7 @@ class DecodeLoop:
         count = len(self._rows)
         moves = moves_to_close(count, holes)
         if moves:
-            self.cache.move(moves, self._table.width(count))
+            self.cache.move(moves, self._table.longest(count))
             self._table.move(moves)
             for source, target in moves:
                 self._rows[target] = self._rows[source]

@@ -52,11 +52,9 @@ class ModelRunner:
         )
         return out.logits[:, -1], captured
 
-    def decode(self, tokens: Tensor, positions: Tensor, width: int, cache: SlotCache) -> Tensor:
-        """Forward one token per row at its own position; logits [R, vocabulary]. ``width`` = 1 + the last position."""
-        cursor = cache.cursor
-        cursor.count, cursor.width = tokens.shape[0], width
-        cursor.rows, cursor.columns = torch.arange(tokens.shape[0], device=self.device), positions
+    def decode(self, tokens: Tensor, positions: Tensor, longest: int, cache: SlotCache) -> Tensor:
+        """Forward one token per row at its own position, all below ``longest``; logits [R, vocabulary]."""
+        width = cache.aim(positions, longest)
         hidden = torch.arange(width, device=self.device) > positions[:, None]
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, self._lowest)
         out = self.model(

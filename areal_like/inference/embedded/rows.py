@@ -69,8 +69,8 @@ class RowTable:
         self.length[:count] += 1
         self._written[:count] += 1
 
-    def width(self, count: int) -> int:
-        """Columns the next decode step attends to."""
+    def longest(self, count: int) -> int:
+        """Columns that the longest of the first ``count`` rows has once the next step has written its token."""
         return int(self.length[:count].max()) + 1
 
     def changing(self, count: int) -> bool:

@@ -13,8 +13,10 @@ from typing import Self
 
 import uvicorn
 import uvloop
+from transformers.utils.logging import disable_progress_bar
 
 from areal_like.errors import ConfigError, InfrastructureError
+from areal_like.inference.embedded.allocator import keep_freed_memory
 from areal_like.inference.embedded.app import make_app
 from areal_like.inference.embedded.service import InferenceService
 from areal_like.inference.spec import InferenceServerSpec
@@ -96,6 +98,8 @@ def run_server(spec: InferenceServerSpec, token: str, on_ready: Callable[[str], 
         ConfigError: the model or the port cannot be had.
         InfrastructureError: the decode loop failed.
     """
+    keep_freed_memory()
+    disable_progress_bar()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(spec, token, on_ready))
 
