@@ -60,6 +60,7 @@ class _Trip:
     idle: int = 0
     avoid: set[str] = field(default_factory=set)
     server: str = ""
+    trouble: str = ""
     ttft: float | None = None
 
 
@@ -187,7 +188,7 @@ class RemoteEngine:
             self._abort_later(server, url, rid)
             raise _OutOfTime(
                 f"request {trip.rid}: {server} did not answer within {self._timeout:g} s "
-                f"({draft.written} tokens were written before)"
+                f"({draft.written} tokens were written before{trip.trouble})"
             ) from None
         except asyncio.CancelledError:
             self._abort_later(server, url, rid)
@@ -208,6 +209,7 @@ class RemoteEngine:
         trip.avoid.add(server)
         trip.failures += not isinstance(error, ServerBusy)
         trip.idle += 1
+        trip.trouble = f"; the try before: {error}"
         if trip.failures > self._retry.retries:
             raise ServerUnavailable(f"request {trip.rid}: {trip.failures} tries failed; the last: {error}") from error
         pause = self._retry.pause(trip.idle, random.random())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -68,18 +68,21 @@ class ServerPool:
                 await server.control.aclose()
 
     async def add(self, name: str, url: str, control: ServerControl) -> None:
-        """Register a server that answers; it gets requests after its first receipt. The pool closes ``control``.
+        """Register a server that answers; it gets requests after its first receipt. ``control`` is the pool's now.
 
         Raises:
             ServerUnavailable: it does not answer, or reports failure.
             ValueError: the name is taken.
         """
-        if name in self._servers:
-            raise ValueError(f"a server named {name!r} is in the pool already; remove it first")
-        answer = await control.health(timeout=self._policy.timeout)
-        fault = fault_of(answer, None)
-        if fault:
-            raise ServerUnavailable(f"{name} cannot join: {fault}")
+        async with AsyncExitStack() as refused:
+            refused.push_async_callback(control.aclose)
+            if name in self._servers:
+                raise ValueError(f"a server named {name!r} is in the pool already; remove it first")
+            answer = await control.health(timeout=self._policy.timeout)
+            fault = fault_of(answer, None)
+            if fault:
+                raise ServerUnavailable(f"{name} cannot join: {fault}")
+            refused.pop_all()
         server = Server(name=name, url=url, control=control, context_length=answer.context_length)
         self._servers[name] = server
         self._watching[name] = self._watchers.create_task(self._watch(server), name=f"health-{name}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -10,9 +10,10 @@ Decode = Callable[[Sequence[int]], str]
 def stop_cut(tokens: Sequence[int], stops: Sequence[str], decode: Decode, *, min_tokens: int = 0) -> int | None:
     """How many tokens remain of an answer that contains a stop string; None if it contains none.
 
-    The first match decides (the longest stop string of those that begin there). Tokens that lie in or behind it go;
-    the token in which it begins stays if it also carries text before it, since ids are trained as they were
-    written. A match that is complete before ``min_tokens`` tokens are written does not count.
+    The answer ends with the first token that completes a match, as if it had never been interrupted; of the matches
+    that are complete there, the one that begins first decides. Tokens that lie in or behind it go; the token in
+    which it begins stays if it also carries text before it, since ids are trained as they were written. A match that
+    is complete before ``min_tokens`` tokens are written does not count.
     """
     if not tokens or not stops:
         return None
@@ -20,20 +21,21 @@ def stop_cut(tokens: Sequence[int], stops: Sequence[str], decode: Decode, *, min
     if not any(stop in text for stop in stops):
         return None
     floor = _text_length(tokens, min_tokens - 1, text, decode) if min_tokens > 1 else 0
-    start = _first_match(text, stops, floor)
-    if start is None:
+    ends = [end for _, end in _matches(text, stops, floor)]
+    if not ends:
         return None
+    ending = _tokens_covering(tokens, min(ends), text, decode)
+    written = text[: _text_length(tokens, ending, text, decode)]
+    start = min(start for start, _ in _matches(written, stops, floor))
     return _tokens_covering(tokens, start, text, decode)
 
 
-def _first_match(text: str, stops: Sequence[str], floor: int) -> int | None:
-    """Where the first match that ends behind character ``floor`` begins."""
-    starts: list[int] = []
+def _matches(text: str, stops: Sequence[str], floor: int) -> Iterator[tuple[int, int]]:
+    """Start and end of each stop string's first match that ends behind character ``floor``."""
     for stop in stops:
         start = text.find(stop, max(0, floor + 1 - len(stop)))
         if stop and start >= 0:
-            starts.append(start)
-    return min(starts, default=None)
+            yield start, start + len(stop)
 
 
 def _tokens_covering(tokens: Sequence[int], characters: int, text: str, decode: Decode) -> int:

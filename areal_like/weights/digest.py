@@ -34,11 +34,10 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 def byte_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The tensor's bytes in memory order of its contiguous form, as read-only views of at most CHUNK_BYTES."""
+    """The tensor's bytes in memory order of its contiguous form, as views of at most CHUNK_BYTES."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    step = flat.numel() if flat.device.type == "cpu" else CHUNK_BYTES
-    for start in range(0, flat.numel(), max(step, 1)):
-        yield flat[start : start + step].cpu().numpy().data
+    for start in range(0, flat.numel(), CHUNK_BYTES):
+        yield flat[start : start + CHUNK_BYTES].cpu().numpy().data
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:

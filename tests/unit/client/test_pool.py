@@ -43,17 +43,13 @@ async def test_a_server_that_does_not_answer_cannot_join(server: Any, wire: Any)
     async with ServerPool(wire.QUICK) as pool:
         server.health = server.health.model_copy(update={"status": "failed", "reason": "no memory"})
         with pytest.raises(ServerUnavailable, match="no memory"):
-            control = EmbeddedControl("s0", server.url, token=wire.TOKEN)
-            await pool.add("s0", server.url, control)
-        await control.aclose()
+            await pool.add("s0", server.url, EmbeddedControl("s0", server.url, token=wire.TOKEN))
 
 
 async def test_a_name_is_taken_once(server: Any, wire: Any) -> None:
     async with wire.pool_of(server) as pool:
-        control = EmbeddedControl("s0", server.url, token=wire.TOKEN)
         with pytest.raises(ValueError, match="in the pool already"):
-            await pool.add("s0", server.url, control)
-        await control.aclose()
+            await pool.add("s0", server.url, EmbeddedControl("s0", server.url, token=wire.TOKEN))
 
 
 async def test_the_lowest_version_counts_servers_in_rotation_and_never_falls(new_server: New, wire: Any) -> None:

@@ -3,9 +3,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from areal_like.api.generation import GenerationHyperparameters, ModelRequest, StopReason
-from areal_like.api.wire import GenerateOutput, VersionSpan
+from areal_like.api.wire import GenerateOutput, SamplingBody, VersionSpan
 from areal_like.client.seeds import mix
 from areal_like.client.stitching import Draft, TextRules, expand_spans, extend_draft, start_draft
 from areal_like.errors import RequestError, ServerUnavailable
@@ -161,3 +163,42 @@ def test_an_answer_may_stop_before_its_first_token() -> None:
 def test_a_malformed_segment_is_never_appended(change: dict[str, object], complaint: str) -> None:
     with pytest.raises(ServerUnavailable, match=complaint):
         extend_draft(_start(), _segment("ab").model_copy(update=change), RULES)
+
+
+def _serve(stream: str, draft: Draft, limit: int) -> GenerateOutput:
+    """A server that writes ``stream`` whatever the seed, looks at its own segment only, and is cut after ``limit``."""
+    asked = draft.sampling()
+    written = ""
+    for token in stream[draft.written : draft.written + asked.max_new_tokens]:
+        if len(written) == limit:
+            return _segment(written, StopReason.ABORT, version=draft.interruptions)
+        written += token
+        may_end = len(written) >= asked.min_new_tokens
+        if may_end and (token == chr(0) or any(stop in _news(written, stop, asked) for stop in asked.stop)):
+            return _segment(written, StopReason.STOP, version=draft.interruptions)
+    return _segment(written, StopReason.LENGTH, version=draft.interruptions)
+
+
+def _news(written: str, stop: str, asked: SamplingBody) -> str:
+    """The end of the text in which a match counts: it must not have been complete before the minimum."""
+    return written[max(0, asked.min_new_tokens - len(stop)) :]
+
+
+@given(
+    stream=st.text(st.sampled_from("abE\0"), min_size=12, max_size=12),
+    cuts=st.lists(st.integers(0, 5), max_size=8),
+    minimum=st.integers(0, 6),
+    budget=st.integers(6, 12),
+)
+def test_cuts_do_not_change_the_answer(stream: str, cuts: list[int], minimum: int, budget: int) -> None:
+    """However an answer is cut, it has the tokens and the reason that it would have had in one piece."""
+    start = _start(max_new_tokens=budget, min_new_tokens=minimum, stop=("ab", "bE", "Ea", "abE"))
+    whole = extend_draft(start, _serve(stream, start, limit=100), RULES)
+    draft = start
+    for limit in cuts:
+        if draft.stop_reason is None:
+            draft = extend_draft(draft, _serve(stream, draft, limit), RULES)
+    if draft.stop_reason is None:
+        draft = extend_draft(draft, _serve(stream, draft, limit=100), RULES)
+    assert (draft.tokens, draft.stop_reason) == (whole.tokens, whole.stop_reason)
+    assert len(draft.tokens) == len(draft.logprobs) == len(draft.versions)

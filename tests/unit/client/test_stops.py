@@ -61,18 +61,28 @@ def test_characters_of_several_tokens_are_not_counted_before_they_are_whole() ->
     assert stop_cut(ids, ["ü"], decode_bytes) == 2
 
 
+def test_the_match_that_is_complete_first_ends_the_answer() -> None:
+    """Uncut, the server would have stopped after "ab": that "abEND" follows cannot matter."""
+    assert stop_cut(_ids("a", "b", "E", "ND"), ["abEND", "b"], decode) == 1
+    assert stop_cut(_ids("a", "b", "E", "ND"), ["abEND", "ND"], decode) == 0
+
+
+STOPS = ["END", "ab", "bEN"]
+
+
 @given(st.lists(st.integers(0, len(WORDS) - 1), max_size=12), st.integers(0, 6))
 def test_agrees_with_a_search_token_by_token(ids: list[int], min_tokens: int) -> None:
-    """Reference: the earliest match whose last character lies in token number ``min_tokens`` or later."""
-    text, ends = decode(ids), [len(decode(ids[: i + 1])) for i in range(len(ids))]
-    matches = [
-        (start, start + len(stop))
-        for stop in ("END", "ab")
-        for start in range(len(text))
-        if text.startswith(stop, start)
-    ]
-    legal = [start for start, end in matches if next(i for i, e in enumerate(ends) if e >= end) + 1 >= min_tokens]
+    """Reference: what a server sees that looks at the text after every token."""
     expected = None
-    if legal:
-        expected = next(k for k in range(len(ids) + 1) if len(decode(ids[:k])) >= min(legal))
-    assert stop_cut(ids, ["END", "ab"], decode, min_tokens=min_tokens) == expected
+    for count in range(1, len(ids) + 1):
+        text, before = decode(ids[:count]), len(decode(ids[: max(min_tokens - 1, 0)]))
+        starts = [
+            start
+            for stop in STOPS
+            for start in range(len(text))
+            if text.startswith(stop, start) and start + len(stop) > before
+        ]
+        if count >= min_tokens and starts:
+            expected = next(k for k in range(count + 1) if len(decode(ids[:k])) >= min(starts))
+            break
+    assert stop_cut(ids, STOPS, decode, min_tokens=min_tokens) == expected

@@ -54,6 +54,14 @@ def test_every_dtype_that_may_travel_has_the_size_it_is_listed_with(name: str) -
     assert (entry.dtype, entry.nbytes) == (name, 3 * ITEM_BYTES[name])
 
 
+def test_large_tensors_are_hashed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.arange(100, dtype=torch.int16)
+    whole = tensor_digest(tensor)
+    monkeypatch.setattr("areal_like.weights.digest.CHUNK_BYTES", 7)
+    assert [len(chunk) for chunk in byte_chunks(tensor)] == [7] * 28 + [4]
+    assert tensor_digest(tensor) == whole
+
+
 def test_scalar_and_empty_tensors_have_entries() -> None:
     scalar, empty = tensor_entry("s", torch.tensor(1.0)), tensor_entry("e", torch.empty(0, 3))
     assert (scalar.shape, scalar.nbytes) == ((), 4)

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -320,6 +321,33 @@ def test_before_the_first_commit_the_digest_covers_the_live_tensors() -> None:
     first = staged.digest()
     live["a"][0] = 1.0
     assert staged.digest() != first
+
+
+@pytest.mark.parametrize("chunk_bytes", [8, 1000, 4096, 5000])
+def test_chunks_and_buckets_may_end_anywhere(
+    shm: WeightWriter, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr("areal_like.weights.digest.CHUNK_BYTES", chunk_bytes)
+    sent = {str(n): torch.randn(n) for n in (1, 700, 3000, 33)}
+    live = {name: torch.zeros_like(t) for name, t in sent.items()}
+    staged = StagedWeights(live)
+    staged.stage(shm.write(1, 0, sent.items()))
+    staged.commit(1)
+    assert _bytes(live) == _bytes(sent)
+
+
+def test_memory_stays_flat_over_many_versions(writer: WeightWriter) -> None:
+    sent = torch.zeros(2**20)
+    staged = StagedWeights({"a": torch.zeros(2**20), "b": torch.zeros(2**20, dtype=torch.bfloat16)})
+
+    def publish(version: int) -> int:
+        staged.stage(writer.write(version, 0, [("a", sent + version), ("b", sent - version)]))
+        staged.commit(version)
+        return psutil.Process().memory_info().rss
+
+    settled = max(publish(version) for version in range(5))
+    grown = max(publish(version) for version in range(5, 30)) - settled
+    assert grown < 2**24, "one tensor kept per version would be 50 MB and more"
 
 
 def test_an_empty_model_is_refused() -> None:
