@@ -47,6 +47,7 @@ class Policy:
 
     def __init__(self, config: ExperimentConfig) -> None:
         torch.manual_seed(config.seed)
+        torch.set_num_threads(config.actor.threads)
         path, kernel = config.model.path, config.model.attn_implementation
         self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=kernel)
         self.actor, self.gconfig, o = config.actor, config.gconfig, config.actor.optimizer

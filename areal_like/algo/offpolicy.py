@@ -90,10 +90,9 @@ def measure(
         version: trainer version that the batch was taken at.
         behave_cap: as in the objective; counts the weights over it.
     """
-    out = empty(terms.theta_T.device)
     mask_T = terms.mask_T
     if not bool(mask_T.any()):
-        return out
+        return empty(mask_T.device)
     log_w_T = log_ratio(terms.prox_T, terms.behave_T, mask_T).double()[mask_T]
     log_r_T = log_ratio(terms.theta_T, terms.prox_T, mask_T).double()[mask_T]
     weight_T, ratio_T = log_w_T.exp(), log_r_T.exp()
@@ -104,34 +103,39 @@ def measure(
     written_B = row_sum(torch.ones_like(log_w_T), row_T, terms.rows) > 0
     row_weight_B = row_sum(log_w_T, row_T, terms.rows)[written_B].clamp(-30.0, 30.0).exp()
     over_T = weight_T > (behave_cap if behave_cap is not None else float("inf"))
-    for slot, value in (
-        (_Sum.TOKENS, mask_T.sum()),
-        (_Sum.WEIGHT, weight_T.sum()),
-        (_Sum.WEIGHT_SQUARED, weight_T.square().sum()),
-        (_Sum.K1, -log_w_T.sum()),
-        (_Sum.K3, (weight_T - 1 - log_w_T).sum()),
-        (_Sum.UPDATE_K1, -log_r_T.sum()),
-        (_Sum.UPDATE_K3, (ratio_T - 1 - log_r_T).sum()),
-        (_Sum.CLIPPED, (loss.clipped_T & mask_T).sum()),
-        (_Sum.DROPPED, (loss.dropped_T & mask_T).sum()),
-        (_Sum.CAPPED, over_T.sum()),
-        (_Sum.ENTROPY, entropy_T.double()[mask_T].sum()),
-        (_Sum.BEHAVE_NLL, -terms.behave_T.double()[mask_T].sum()),
-        (_Sum.PROX_NLL, -terms.prox_T.double()[mask_T].sum()),
-        (_Sum.LAG, lag_T.sum()),
-        (_Sum.FRESH_TOKENS, gap_T.numel()),
-        (_Sum.FRESH_GAP, gap_T.sum()),
-        (_Sum.FRESH_GAP_SQUARED, gap_T.square().sum()),
-        (_Sum.ROWS, written_B.sum()),
-        (_Sum.ROW_WEIGHT, row_weight_B.sum()),
-        (_Sum.ROW_WEIGHT_SQUARED, row_weight_B.square().sum()),
-    ):
-        out.sums[slot] = value
-    out.sums[len(_Sum) :] = torch.bincount(lag_T.clamp(max=LAG_BINS - 1).long(), minlength=LAG_BINS).double()
-    out.maxima[_Maximum.WEIGHT], out.maxima[_Maximum.RATIO] = weight_T.max(), ratio_T.max()
-    out.maxima[_Maximum.LAG] = lag_T.max()
-    out.maxima[_Maximum.FRESH_GAP] = gap_T.max() if gap_T.numel() else 0.0
-    return out
+    sums = {
+        _Sum.TOKENS: mask_T.sum(),
+        _Sum.WEIGHT: weight_T.sum(),
+        _Sum.WEIGHT_SQUARED: weight_T.square().sum(),
+        _Sum.K1: -log_w_T.sum(),
+        _Sum.K3: (weight_T - 1 - log_w_T).sum(),
+        _Sum.UPDATE_K1: -log_r_T.sum(),
+        _Sum.UPDATE_K3: (ratio_T - 1 - log_r_T).sum(),
+        _Sum.CLIPPED: (loss.clipped_T & mask_T).sum(),
+        _Sum.DROPPED: (loss.dropped_T & mask_T).sum(),
+        _Sum.CAPPED: over_T.sum(),
+        _Sum.ENTROPY: entropy_T.double()[mask_T].sum(),
+        _Sum.BEHAVE_NLL: -terms.behave_T.double()[mask_T].sum(),
+        _Sum.PROX_NLL: -terms.prox_T.double()[mask_T].sum(),
+        _Sum.LAG: lag_T.sum(),
+        _Sum.FRESH_TOKENS: torch.ones_like(gap_T).sum(),
+        _Sum.FRESH_GAP: gap_T.sum(),
+        _Sum.FRESH_GAP_SQUARED: gap_T.square().sum(),
+        _Sum.ROWS: written_B.sum(),
+        _Sum.ROW_WEIGHT: row_weight_B.sum(),
+        _Sum.ROW_WEIGHT_SQUARED: row_weight_B.square().sum(),
+    }
+    lags = torch.bincount(lag_T.clamp(max=LAG_BINS - 1).long(), minlength=LAG_BINS)
+    maxima = {
+        _Maximum.WEIGHT: weight_T.max(),
+        _Maximum.RATIO: ratio_T.max(),
+        _Maximum.LAG: lag_T.max(),
+        _Maximum.FRESH_GAP: torch.cat([gap_T, gap_T.new_zeros(1)]).max(),
+    }
+    return OffPolicySums(
+        sums=torch.cat([torch.stack([sums[slot].double() for slot in _Sum]), lags.double()]),
+        maxima=torch.stack([maxima[slot].double() for slot in _Maximum]),
+    )
 
 
 def finalise(figures: OffPolicySums) -> dict[str, float]:
