@@ -33,6 +33,8 @@ from areal_like.rollout.statistics import GroupExit, RolloutStatistics, RolloutT
 
 logger = logging.getLogger(__name__)
 
+#: groups filtered or failed in a row, with none kept, before that is worth a warning
+_BARREN_GROUPS = 64
 #: seconds that cancelled workflows may spend on cleaning up before the run ends without them
 _STOP_GRACE = 5.0
 
@@ -179,8 +181,7 @@ class RolloutController:
                     await self._may_admit.wait()
                     self._may_admit.clear()
         except* Exception as failures:  # supervision boundary: whoever waits for a batch must hear of it
-            self._failure = root_of(failures)
-            logger.error("rollouts ended: %s", self._failure)
+            self._fail(failures)
         finally:
             self._stopping = True
             self._wake()
@@ -204,11 +205,16 @@ class RolloutController:
 
     async def _run(self, group: _Group) -> None:
         visit = group.run.visit
-        outcome = await self._executor.run(group.run)
+        try:
+            outcome = await self._executor.run(group.run)
+        except Exception as error:
+            self._fail(error)  # now, not when the last of the other groups has been cancelled
+            raise
         if not self._ledger.is_live(visit.group_id):
             self._executor.discard(outcome.trajectories)
             return
         if outcome.state is GroupState.FINISHED:
+            self._tally.unkept_in_a_row = 0
             group.tag = self._ledger.finish(
                 GroupTag(
                     group_id=visit.group_id,
@@ -221,7 +227,26 @@ class RolloutController:
         else:
             self._ledger.end(visit.group_id, outcome.state)
             self._leave(visit.group_id, outcome.state, reason=outcome.reason)
+            self._warn_of_barren_filters()
         self._wake()
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = root_of(error)
+            self._stopping = True
+            logger.error("rollouts ended: %s: %s", type(self._failure).__name__, self._failure)
+            self._wake()
+
+    def _warn_of_barren_filters(self) -> None:
+        """A run whose every group is filtered would go on in silence for ever."""
+        row = self._tally.unkept_in_a_row
+        if row >= _BARREN_GROUPS and row & (row - 1) == 0:
+            logger.warning(
+                "rollouts: none of the last %d groups was kept for training; by reason: %s; look at rollout.accept_fn, "
+                "rollout.drop_equal_rewards, and the episodes that return None",
+                row,
+                dict(self._tally.reasons),
+            )
 
     async def _batch_allowed(self, version: int) -> BatchDecision:
         while True:

@@ -36,7 +36,7 @@ class TrajectorySink(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorSettings:
-    """``episode_timeout`` is in seconds; ``episode_retries`` counts tries after the first, per kind of failure."""
+    """``episode_timeout`` (seconds) also bounds accept_fn; ``episode_retries``: tries after the first, per failure kind."""
 
     seed: int
     n_samples: int
@@ -144,7 +144,8 @@ class GroupExecutor:
     async def _settle(self, group: GroupRun, trajectories: list[Trajectory]) -> GroupOutcome:
         try:
             with own_cancellation_only(f"accept_fn for group {group.visit.group_id}"):
-                verdict = await self._filters.judge(trajectories)
+                async with asyncio.timeout(self._settings.episode_timeout):
+                    verdict = await self._filters.judge(trajectories)
         except Exception as error:  # the user's accept_fn: its group fails, as an episode would
             self._record(error, where=f"accept_fn for group {group.visit.group_id}")
             self._breaker.failure(error)

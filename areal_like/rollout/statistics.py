@@ -80,6 +80,7 @@ class RolloutTally:
         self._lag_count = 0
         self.multi_version_trajectories = 0
         self.reasons: Counter[str] = Counter()
+        self.unkept_in_a_row = 0
         self.expired_groups = 0
         self.expired_tokens = 0
         self.expired_by_length: Counter[int] = Counter()
@@ -98,6 +99,8 @@ class RolloutTally:
 
     def ended(self, exit_: GroupExit) -> None:
         self.reasons[f"{exit_.state}/{exit_.reason}"] += 1
+        if exit_.state in (GroupState.FILTERED, GroupState.FAILED):
+            self.unkept_in_a_row += 1
 
     def expired(self, exit_: GroupExit) -> None:
         """Count what is thrown away with a group that grew too old."""

@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 from areal_like.api import InferenceEngine, ModelRequest, ModelResponse, RolloutWorkflow, StopReason, Trajectory
 from areal_like.api.trajectory import Batch, PromptId
 from areal_like.errors import RolloutsEnded, ServerUnavailable
+from areal_like.rollout import batch_rule
 from areal_like.rollout.admission import StalenessLimits
-from areal_like.rollout.batch_rule import OnStale
+from areal_like.rollout.batch_rule import BatchDecision, BatchFacts, OnStale
 from areal_like.rollout.breaker import Breaker
 from areal_like.rollout.controller import RolloutController
 from areal_like.rollout.convert import to_trajectories
 from areal_like.rollout.cursor import PromptCursor
 from areal_like.rollout.executor import ExecutorSettings, GroupExecutor
 from areal_like.rollout.filters import GroupFilters
-from areal_like.rollout.ledger import GroupLedger
+from areal_like.rollout.ledger import BatchRule, GroupLedger, StalenessBroken
 from areal_like.rollout.lifecycle import GroupState
 from areal_like.rollout.statistics import GroupExit
 from areal_like.rollout.store import TrajectoryStore
@@ -146,7 +147,7 @@ class Outcome:
         return [lag for batch in self.batches for lag in batch.lags]
 
 
-async def play(world: World) -> Outcome:
+async def play(world: World, rule: BatchRule = batch_rule.decide) -> Outcome:
     chance, outcome, store = random.Random(world.seed), Outcome(world), TrajectoryStore()
     servers = Servers(world, chance)
     executor = GroupExecutor(
@@ -167,6 +168,7 @@ async def play(world: World) -> Outcome:
                 max_concurrent_rollouts=world.max_concurrent,
             ),
             world.on_stale,
+            rule=rule,
         ),
         executor=executor,
         cursor=PromptCursor(n_prompts=world.n_prompts, seed=world.seed, epochs=world.epochs),
@@ -228,6 +230,35 @@ def test_a_run_keeps_the_bound_and_comes_to_its_end(run_virtual: RunVirtual, wor
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_run_is_a_pure_function_of_its_seed(run_virtual: RunVirtual, world: World) -> None:
     assert run_virtual(play(world)).batches == run_virtual(play(world)).batches
+
+
+def test_a_wrong_batch_rule_is_caught(run_virtual: RunVirtual) -> None:
+    """Taking whatever has finished leaves slow groups behind; with the real rule the same worlds are fine."""
+
+    def first_come(limits: StalenessLimits, on_stale: OnStale, facts: BatchFacts) -> BatchDecision:
+        return batch_rule.decide(limits, OnStale.TRAIN, facts)
+
+    world = World(
+        seed=3,
+        batch_size=4,
+        eta=2,
+        steps=8,
+        max_concurrent=20,
+        on_stale=OnStale.WAIT,
+        n_prompts=50,
+        epochs=None,
+        siblings=2,
+        tail=0.5,
+        episode_fails=0.1,
+        rejected=0.1,
+        server_fails=0.05,
+        publish_fails=0.2,
+        lost=0.1,
+        update_time=1.0,
+    )
+    assert max(run_virtual(play(world)).lags) == 2
+    with pytest.raises(StalenessBroken):
+        run_virtual(play(world, first_come))
 
 
 def test_the_virtual_loop_sees_a_deadlock(run_virtual: RunVirtual, deadlock: type[Exception]) -> None:

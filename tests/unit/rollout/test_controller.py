@@ -229,6 +229,40 @@ async def test_a_workflow_that_only_fails_ends_the_wait_with_its_exception() -> 
     assert statistics.admitted == sum(statistics.groups.values())
 
 
+async def test_a_failure_is_told_before_the_other_groups_have_cleaned_up() -> None:
+    cleaned_up = asyncio.Event()
+
+    async def episode(engine: InferenceEngine, index: int) -> Trajectory:
+        if index == 0:
+            raise ValueError("always")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await cleaned_up.wait()
+        raise AssertionError
+
+    bench = Bench(episode, breaker_limit=1)
+    async with bench.controller as controller:
+        bench.publish(0)
+        with pytest.raises(BreakerTripped):
+            await controller.take_batch(0)
+        cleaned_up.set()
+
+
+async def test_a_run_that_keeps_nothing_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    async def episode(engine: InferenceEngine, index: int) -> None:
+        await asyncio.sleep(0)
+
+    bench = Bench(episode)
+    async with bench.controller as controller:
+        bench.publish(0)
+        await until(lambda: controller.statistics().groups["filtered"] >= 300)
+    warnings = [record.getMessage() for record in caplog.records if "was kept for training" in record.getMessage()]
+    assert ["64 groups" in warnings[0], "128 groups" in warnings[1], "256 groups" in warnings[2]] == [True] * 3
+    assert len(warnings) == 3
+    assert "filtered/rejected" in warnings[0]
+
+
 async def test_without_a_server_the_wait_ends() -> None:
     async def episode(engine: InferenceEngine, index: int) -> Trajectory:
         raise NoServerAvailable("none in rotation")

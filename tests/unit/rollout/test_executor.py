@@ -82,6 +82,7 @@ class Bench:
         breaker_limit: int = 100,
         filters: GroupFilters | None = None,
         max_bytes: int = 2**20,
+        timeout: float = 60.0,
     ) -> None:
         self.task, self.engine, self.store = Task(episode), Engine(), TrajectoryStore(max_bytes)
         self.breaker = Breaker(limit=breaker_limit)
@@ -91,7 +92,7 @@ class Bench:
             convert=to_trajectories,
             sink=self.store,
             filters=filters or GroupFilters(),
-            settings=ExecutorSettings(seed=1, n_samples=n_samples, episode_timeout=60.0, episode_retries=retries),
+            settings=ExecutorSettings(seed=1, n_samples=n_samples, episode_timeout=timeout, episode_retries=retries),
             breaker=self.breaker,
         )
         self.dispatches = 0
@@ -269,9 +270,13 @@ async def cancelled_filter(rows: list[Trajectory]) -> bool:
     raise asyncio.CancelledError
 
 
-@pytest.mark.parametrize("accept", [broken_filter, cancelled_filter])
+async def endless_filter(rows: list[Trajectory]) -> bool:
+    return await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("accept", [broken_filter, cancelled_filter, endless_filter])
 async def test_a_broken_accept_function_fails_its_group(accept: Any) -> None:
-    bench = Bench(generate, filters=GroupFilters(accept_fn=accept))
+    bench = Bench(generate, filters=GroupFilters(accept_fn=accept), timeout=0.05)
     outcome = await bench.run()
     assert (outcome.state, outcome.reason) == (GroupState.FAILED, "accept_fn raised")
     assert bench.breaker.statistics().total == 1
