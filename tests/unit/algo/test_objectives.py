@@ -235,3 +235,16 @@ def test_settings_are_read_from_the_actor_section() -> None:
 def test_an_unknown_objective_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"'dpo' is unknown.*decoupled_ppo"):
         get_objective("dpo")
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"aggregation": "seq_mean_token_sum"}, "aggregation_constant, which is missing"),
+        ({"aggregation_constant": 8.0}, "has no effect with aggregation token_mean"),
+        ({"objective": "gspo", "behave_level": "sequence"}, "at its own level"),
+    ],
+)
+def test_combinations_that_mean_nothing_are_refused(section: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ActorConfig.model_validate(section)

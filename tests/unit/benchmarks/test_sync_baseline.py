@@ -221,3 +221,24 @@ def test_generated_log_probs_are_those_that_training_recomputes(baseline: Module
         again_T = policy.logprobs(rows)
     reported = np.concatenate([answer.output_logprobs for answer in answers])
     np.testing.assert_allclose(again_T.numpy(), reported, atol=2e-5)
+
+
+def test_it_trains_on_the_experiments_own_workflow(
+    baseline: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from launcher.tiny_models import GuessSettings, TinyLlama, build_guess
+
+    size = TinyLlama(hidden=16, layers=1, heads=2)
+    build_guess(tmp_path / "guess", 1, GuessSettings(size=size, warm_steps=1, warm_rows=4))
+    config = experiment(
+        tmp_path / "guess" / "model",
+        train_dataset={"path": str(tmp_path / "guess" / "train.jsonl"), "batch_size": 4},
+        workflow_args={"turns": 3},
+        gconfig={"n_samples": 3, "max_new_tokens": 1, "min_new_tokens": 0},
+    )
+    policy = baseline.train(config)
+    assert policy.version == 3
+    assert policy.optimizer_steps == 6
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [["step", str(i)] for i in (1, 2, 3)]
+    assert all(0.0 <= float(line.split()[3]) <= 1.0 for line in lines)
