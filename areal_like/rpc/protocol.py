@@ -10,11 +10,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from areal_like.errors import RemoteError, RpcError
 from areal_like.rpc.codec import Frame, decode, encode
 
+#: what every field must be; a reply's value may be anything
+_FIELD_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {
+        "client": (str,),
+        "number": (int,),
+        "instance": (str,),
+        "method": (str,),
+        "seconds_left": (int, float),
+        "arguments": (dict,),
+        "remote_type": (str,),
+        "message": (str,),
+        "traceback": (str,),
+    }
+)
 #: seconds until a call without a reply is sent again, and the most that doubling makes of it
 FIRST_RESEND, LAST_RESEND = 1.0, 30.0
 
@@ -58,17 +73,16 @@ class Reply:
     traceback: str = ""
 
 
+M = TypeVar("M", Request, Reply)
+
+
 def encode_request(request: Request) -> list[Frame]:
     return encode(_fields(request))
 
 
 def decode_request(frames: Sequence[Frame]) -> Request:
     """Raises RpcError for anything that is no request."""
-    fields = decode(frames)
-    try:
-        return Request(**{**fields, "ask": Ask(fields["ask"])})
-    except (TypeError, KeyError, ValueError) as error:
-        raise RpcError(f"not a request: {error}") from error
+    return _typed(frames, Request, "ask", Ask)
 
 
 def encode_reply(reply: Reply) -> list[Frame]:
@@ -77,11 +91,7 @@ def encode_reply(reply: Reply) -> list[Frame]:
 
 def decode_reply(frames: Sequence[Frame]) -> Reply:
     """Raises RpcError for anything that is no reply."""
-    fields = decode(frames)
-    try:
-        return Reply(**{**fields, "answer": Answer(fields["answer"])})
-    except (TypeError, KeyError, ValueError) as error:
-        raise RpcError(f"not a reply: {error}") from error
+    return _typed(frames, Reply, "answer", Answer)
 
 
 def value_of(reply: Reply, method: str, address: str) -> Any:
@@ -108,6 +118,19 @@ def no_answer(method: str, address: str, timeout: float) -> RpcError:
         f"{method} at {address}: no answer within {timeout:g} s; the process may be dead, stalled, or still at work "
         f"(its log and health socket tell); it will not run this call a second time"
     )
+
+
+def _typed(frames: Sequence[Frame], form: type[M], kind: str, kinds: type[StrEnum]) -> M:
+    """A message of dataclass ``form``, every field of its declared type: the other end is not trusted to be ours."""
+    fields = decode(frames)
+    try:
+        message = form(**{**fields, kind: kinds(fields[kind])})
+    except (TypeError, KeyError, ValueError) as error:
+        raise RpcError(f"not a {form.__name__}: {error}") from error
+    for name, types in _FIELD_TYPES.items():
+        if hasattr(message, name) and not isinstance(getattr(message, name), types):
+            raise RpcError(f"not a {form.__name__}: {name} is of type {type(getattr(message, name)).__name__}")
+    return message
 
 
 def _fields(message: Request | Reply) -> dict[str, Any]:

@@ -75,6 +75,12 @@ class _Open:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
 
+def _report(task: asyncio.Task[None]) -> None:
+    """Nobody awaits these tasks: an error in one is a fault of ours that must not pass in silence."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _LOG.error("%s failed", task.get_name(), exc_info=error)
+
+
 class _Overdue(Exception):
     """The caller's deadline passed; told apart from a TimeoutError that a method raises itself."""
 
@@ -178,6 +184,7 @@ class RpcServer:
         task = asyncio.create_task(coroutine, name=name)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+        task.add_done_callback(_report)
 
     async def _receive(self) -> None:
         """Consumes the socket for ever: every message is answered, run, or counted as malformed."""

@@ -35,7 +35,7 @@ from areal_like.weights.transports.base import WeightWriter, make_writer
 _LOG = logging.getLogger(__name__)
 
 #: seconds that a call under way gets to finish once the worker is told to stop
-STOP_GRACE = 8.0
+STOP_GRACE = 5.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -185,15 +185,17 @@ async def _serve(spec: TrainWorkerSpec, on_ready: Callable[[str], None]) -> None
     # all torch work happens on this one thread: collectives keep their order, the loop stays free
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train")
     stack = ExitStack()
-    with HealthServer(spec.health_address, activity.snapshot, keys=spec.keys) as health:
-        starting = loop.run_in_executor(executor, TrainWorker.start, spec, health.address, activity, stack)
-        worker = await _unless_stopped(starting, stop)
-        if worker is not None:
-            methods = _callable_methods(worker, activity)
-            async with RpcServer(spec.bind, methods, keys=spec.keys, executor=executor, max_running=1) as server:
-                await asyncio.to_thread(on_ready, server.address)
-                await stop.wait()
-    await _close(loop, executor, stack)
+    try:
+        with HealthServer(spec.health_address, activity.snapshot, keys=spec.keys) as health:
+            starting = loop.run_in_executor(executor, TrainWorker.start, spec, health.address, activity, stack)
+            worker = await _unless_stopped(starting, stop)
+            if worker is not None:
+                methods = _callable_methods(worker, activity)
+                async with RpcServer(spec.bind, methods, keys=spec.keys, executor=executor, max_running=1) as server:
+                    await asyncio.to_thread(on_ready, server.address)
+                    await stop.wait()
+    finally:
+        await _close(loop, executor, stack)
 
 
 async def _unless_stopped(work: asyncio.Future[TrainWorker], stop: asyncio.Event) -> TrainWorker | None:

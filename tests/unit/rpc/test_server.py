@@ -12,6 +12,7 @@ import zmq.asyncio
 from areal_like.errors import RemoteError, RpcError
 from areal_like.rpc import client as client_module
 from areal_like.rpc.client import RpcClient
+from areal_like.rpc.codec import encode
 from areal_like.rpc.protocol import Answer, Ask, Request, decode_reply, encode_request
 from areal_like.rpc.server import RpcServer
 
@@ -280,9 +281,11 @@ async def test_garbage_is_counted_and_harms_nobody(socket_dir, peer_of):
         peer = peer_of(server.address)
         await peer.socket.send(b"\xc1garbage")
         await peer.socket.send_multipart([b"\x80", b"x"])
+        for wrong in ({"number": "1"}, {"client": 1}, {"arguments": [1]}, {"seconds_left": "5"}, {"extra": 1}):
+            await peer.socket.send_multipart(encode({"ask": "call", "client": "c", "number": 1} | wrong))
         async with RpcClient(server.address) as client:
             assert await client.call("bump", timeout=10) == 1
-        assert server.statistics().malformed == 2
+        assert server.statistics().malformed == 7
 
 
 async def test_many_clients_at_once(socket_dir):

@@ -19,11 +19,13 @@ from areal_like.api.generation import GenerationHyperparameters
 from areal_like.config.actor import ActorConfig
 from areal_like.config.model import ModelConfig
 from areal_like.config.weights import WeightsConfig
-from areal_like.errors import InfrastructureError, RemoteError
+from areal_like.errors import ConfigError, InfrastructureError, RemoteError
 from areal_like.rollout.store import TrajectoryStore
 from areal_like.rpc.security import RunKeys, private_socket_dir
+from areal_like.rpc.sync_client import SyncRpcClient
 from areal_like.train.group import TrainerGroup
 from areal_like.train.spec import TrainWorkerSpec
+from areal_like.train.worker import run_worker
 from areal_like.weights.staging import StagedWeights
 
 pytestmark = pytest.mark.timeout(110)
@@ -31,21 +33,24 @@ pytestmark = pytest.mark.timeout(110)
 ACTOR = ActorConfig.model_validate({"optimizer": {"lr": 1e-3}, "ppo_n_minibatches": 2, "backend": "fsdp:d2"})
 
 
+def launch(spec, *, grace=5.0):
+    process = subprocess.Popen(
+        [sys.executable, Path(__file__).parent / "worker_program.py", str(grace)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        text=True,
+    )
+    process.stdin.write(spec.model_dump_json())
+    process.stdin.close()
+    process.stdin = None
+    return process
+
+
 def start(specs):
-    processes = []
-    for spec in specs:
-        process = subprocess.Popen(
-            [sys.executable, Path(__file__).parent / "worker_program.py"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            text=True,
-        )
-        process.stdin.write(spec.model_dump_json())
-        process.stdin.close()
-        process.stdin = None
-        processes.append(process)
+    """Launch every rank, then read the address that each one announces (empty if it ended)."""
+    processes = [launch(spec) for spec in specs]
     return processes, [process.stdout.readline().strip() for process in processes]
 
 
@@ -165,3 +170,41 @@ async def test_a_killed_rank_is_an_error_and_not_a_hang(model_dir, tmp_path, soc
             for process in processes:
                 process.terminate()
                 process.communicate(timeout=20)
+
+
+def test_a_worker_that_cannot_start_says_why(tmp_path, sockets):
+    spec = spec_of(
+        0,
+        1,
+        model_dir=tmp_path / "absent",
+        run_dir=tmp_path,
+        store_address=f"ipc://{sockets}/store",
+        bind=f"ipc://{sockets}/train",
+    )
+    told = []
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(ConfigError, match=r"model\.path: .*absent"):
+            run_worker(spec, told.append)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert told == []
+
+
+def test_a_worker_that_waits_for_another_can_be_stopped(model_dir, tmp_path, sockets):
+    """The other rank never comes: nothing but the end of the process gets out of the rendezvous."""
+    spec = spec_of(
+        0,
+        2,
+        model_dir=model_dir,
+        run_dir=tmp_path,
+        store_address=f"ipc://{sockets}/store",
+        bind=f"ipc://{sockets}/train",
+    )
+    process = launch(spec, grace=0.2)
+    with SyncRpcClient(spec.health_address) as probe:
+        assert probe.call("health", timeout=60)["method"] == "start"
+    process.terminate()
+    _, errors = process.communicate(timeout=15)
+    assert process.returncode == 1, errors
+    assert "leaving without it" in errors

@@ -1,9 +1,12 @@
-"""One train worker as its own process: the spec comes as JSON on stdin, the address goes to stdout."""
+"""One train worker as its own process: the spec comes as JSON on stdin, the address goes to stdout.
+
+Usage: worker_program.py SECONDS_OF_GRACE
+"""
 
 import sys
 
+from areal_like.train import worker
 from areal_like.train.spec import TrainWorkerSpec
-from areal_like.train.worker import run_worker
 
 
 def announce(address: str) -> None:
@@ -12,4 +15,5 @@ def announce(address: str) -> None:
 
 
 if __name__ == "__main__":
-    run_worker(TrainWorkerSpec.model_validate_json(sys.stdin.read()), announce)
+    worker.STOP_GRACE = float(sys.argv[1])
+    worker.run_worker(TrainWorkerSpec.model_validate_json(sys.stdin.read()), announce)
