@@ -36,7 +36,7 @@ class TrajectorySink(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorSettings:
-    """``episode_timeout`` (seconds) also bounds accept_fn; ``episode_retries`` counts tries after the first, per kind."""
+    """``episode_timeout`` (s) also bounds accept_fn; ``episode_retries`` counts tries after the first, per kind."""
 
     seed: int
     n_samples: int
