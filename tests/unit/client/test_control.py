@@ -29,14 +29,14 @@ async def control(server: Any, wire: Any) -> AsyncIterator[EmbeddedControl]:
     await made.aclose()
 
 
-Call = Callable[[EmbeddedControl], Awaitable[object]]
+Call = Callable[[EmbeddedControl, float], Awaitable[object]]
 CALLS: dict[str, Call] = {
-    "/health": lambda c: c.health(timeout=0.1),
-    "/weights/digest": lambda c: c.digest(timeout=0.1),
-    "/pause": lambda c: c.pause(incarnation=0, mode=InterruptMode.KEEP, timeout=0.1),
-    "/resume": lambda c: c.resume(incarnation=0, timeout=0.1),
-    "/weights/stage": lambda c: c.stage(MANIFEST, timeout=0.1),
-    "/weights/commit": lambda c: c.commit(version=1, incarnation=0, mode=InterruptMode.KEEP, timeout=0.1),
+    "/health": lambda c, t: c.health(timeout=t),
+    "/weights/digest": lambda c, t: c.digest(timeout=t),
+    "/pause": lambda c, t: c.pause(incarnation=0, mode=InterruptMode.KEEP, timeout=t),
+    "/resume": lambda c, t: c.resume(incarnation=0, timeout=t),
+    "/weights/stage": lambda c, t: c.stage(MANIFEST, timeout=t),
+    "/weights/commit": lambda c, t: c.commit(version=1, incarnation=0, mode=InterruptMode.KEEP, timeout=t),
 }
 
 
@@ -49,13 +49,13 @@ async def test_every_call_answers_with_its_type(control: EmbeddedControl, server
         "/weights/stage": web.json_response({"version": 1, "bytes": 4, "seconds": 0.1}),
         "/weights/commit": web.json_response(receipt.model_dump()),
     }
-    answers = {path: await call(control) for path, call in CALLS.items()}
+    answers = {path: await call(control, 5) for path, call in CALLS.items()}
     assert answers["/health"] == server.health
     assert answers["/pause"].paused and not answers["/resume"].paused  # type: ignore[attr-defined]
     assert answers["/weights/commit"] == receipt
     assert answers["/weights/stage"].bytes == 4  # type: ignore[attr-defined]
     assert answers["/weights/digest"].digest == "x"  # type: ignore[attr-defined]
-    assert await control.abort(["r1", "r2"], timeout=1) == 2
+    assert await control.abort(["r1", "r2"], timeout=5) == 2
     assert server.aborted == ["r1", "r2"]
     assert set(server.tokens_seen) == {f"Bearer {wire.TOKEN}"}
 
@@ -68,14 +68,14 @@ async def test_a_server_that_hangs_ends_at_the_deadline(control: EmbeddedControl
 
     server.other[path] = hang
     with pytest.raises(ServerUnavailable, match=rf"s0 {path}: no answer within 0\.1 s"):
-        await CALLS[path](control)
+        await CALLS[path](control, 0.1)
 
 
 @pytest.mark.parametrize("path", CALLS)
 async def test_conflict_is_a_stale_command(control: EmbeddedControl, server: Any, wire: Any, path: str) -> None:
     server.other[path] = wire.refusal(409, "incarnation 3 was seen", "StaleCommand")
     with pytest.raises(StaleCommand, match="incarnation 3 was seen"):
-        await CALLS[path](control)
+        await CALLS[path](control, 5)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ async def test_a_refusal_carries_the_servers_words(
 ) -> None:
     server.other[path] = wire.refusal(400, "tensor 'a' is missing")
     with pytest.raises(error, match="400: Refused: tensor 'a' is missing"):
-        await CALLS[path](control)
+        await CALLS[path](control, 5)
 
 
 @pytest.mark.parametrize("status", [400, 409, 500])
@@ -96,14 +96,14 @@ async def test_a_failed_update_is_told_from_a_stale_command(
 ) -> None:
     server.other["/weights/stage"] = wire.refusal(status, "tensor 'a' is missing", "WeightUpdateError")
     with pytest.raises(WeightUpdateError, match="tensor 'a' is missing"):
-        await CALLS["/weights/stage"](control)
+        await CALLS["/weights/stage"](control, 5)
 
 
 @pytest.mark.parametrize("answer", [b"not json", b"{}", b""])
 async def test_a_broken_answer_is_the_servers_fault(control: EmbeddedControl, server: Any, answer: bytes) -> None:
     server.other["/pause"] = web.Response(body=answer)
     with pytest.raises(ServerUnavailable, match="wire schema"):
-        await CALLS["/pause"](control)
+        await CALLS["/pause"](control, 5)
 
 
 async def test_an_internal_error_is_the_servers_fault_and_the_next_call_works(
@@ -111,8 +111,8 @@ async def test_an_internal_error_is_the_servers_fault_and_the_next_call_works(
 ) -> None:
     server.other["/pause"] = web.Response(status=500, text="boom")
     with pytest.raises(ServerUnavailable, match="500: boom"):
-        await CALLS["/pause"](control)
-    assert (await control.health(timeout=1)).status == "ok"
+        await CALLS["/pause"](control, 5)
+    assert (await control.health(timeout=5)).status == "ok"
 
 
 async def test_a_refused_connection_is_named() -> None:
@@ -120,20 +120,20 @@ async def test_a_refused_connection_is_named() -> None:
         reserved.bind(("127.0.0.1", 0))
         control = EmbeddedControl("s9", f"http://127.0.0.1:{reserved.getsockname()[1]}", token="t")
         with pytest.raises(ServerUnavailable, match="s9 /health: ConnectError"):
-            await control.health(timeout=1)
+            await control.health(timeout=5)
         await control.aclose()
 
 
 async def test_no_connection_is_kept(control: EmbeddedControl, server: Any) -> None:
-    await control.health(timeout=1)
+    await control.health(timeout=5)
     await server.stop()
     await server.start(server.port)
-    assert (await control.health(timeout=1)).status == "ok"
+    assert (await control.health(timeout=5)).status == "ok"
 
 
 async def test_a_proxy_of_the_environment_is_not_used(server: Any, wire: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     control = EmbeddedControl("s0", server.url, token=wire.TOKEN)
-    assert (await control.health(timeout=1)).status == "ok"
+    assert (await control.health(timeout=5)).status == "ok"
     await control.aclose()

