@@ -13,6 +13,7 @@ from areal_like.api.generation import GenerationHyperparameters
 from areal_like.api.workflow import RewardFunction, RolloutWorkflow, Tokenizer
 from areal_like.client.control import EmbeddedControl
 from areal_like.client.generation import RemoteEngine
+from areal_like.client.health import HealthPolicy
 from areal_like.client.pool import ServerPool
 from areal_like.client.retry import RetryPolicy
 from areal_like.client.stitching import TextRules
@@ -149,7 +150,7 @@ async def open_serving(session: Session, tokenizer: Tokenizer) -> AsyncIterator[
     ready = await session.registry.expect(INFERENCE, rollout.spec.data, rollout.start_timeout)
     eos = tokenizer.eos_token_id
     rules = TextRules(decode=tokenizer.decode, eos_token_ids=frozenset() if eos is None else frozenset({eos}))
-    async with ServerPool() as pool:
+    async with ServerPool(HealthPolicy(timeout=rollout.control_timeout)) as pool:
         for server in ready:
             name = f"{server.role}-{server.index}"
             await pool.add(name, server.address, EmbeddedControl(name, server.address, token=token))

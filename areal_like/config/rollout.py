@@ -35,7 +35,7 @@ class RolloutConfig(Section):
     host: str = Field("127.0.0.1", description="address the servers bind to")
     threads: int = Field(1, ge=1, description="CPU threads of one server")
     start_timeout: float = Field(120.0, gt=0, description="seconds a server may take to become healthy")
-    control_timeout: float = Field(60.0, gt=0, description="seconds a control call may take")
+    control_timeout: float = Field(10.0, gt=0, description="seconds a server may take to answer a control call")
 
     @field_validator("backend")
     @classmethod
