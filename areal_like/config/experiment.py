@@ -64,6 +64,15 @@ class ExperimentConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _groups_can_differ(self) -> Self:
+        if self.rollout.drop_equal_rewards and self.gconfig.n_samples == 1:
+            raise ValueError(
+                "rollout.drop_equal_rewards needs gconfig.n_samples of at least 2: the rewards of a group of one are "
+                "always equal, so every group would be filtered"
+            )
+        return self
+
     @property
     def evaluation_gconfig(self) -> GenerationHyperparameters:
         return self.eval_gconfig or self.gconfig
