@@ -183,7 +183,7 @@ class RemoteEngine:
         self._counts["segments"] += 1
         try:
             async with self._pool.lease(server, trip.deadline) as url:
-                output, first = await self._poster.generate(server, url, body)
+                output, first = await self._poster.generate(server, url, body, self._pool.dialect(server))
         except TimeoutError:
             self._abort_later(server, url, rid)
             raise _OutOfTime(
@@ -232,7 +232,8 @@ class RemoteEngine:
     def _abort_later(self, server: str, url: str, rid: str) -> None:
         """Free the server's slot: nobody waits for this request any more."""
         if url:
-            self._aborts.create_task(self._poster.abort(server, url, rid), name=f"abort-{rid}")
+            abort = self._poster.abort(server, url, rid, self._pool.dialect(server))
+            self._aborts.create_task(abort, name=f"abort-{rid}")
 
     def _arrive(self, trip: _Trip, draft: Draft) -> ModelResponse:
         reason = draft.stop_reason or StopReason.STOP

@@ -17,6 +17,7 @@ from typing import Self
 from areal_like.api.weights import CommitReceipt
 from areal_like.client.affinity import AffinityTable
 from areal_like.client.control import ServerControl
+from areal_like.client.dialect import EMBEDDED, Dialect
 from areal_like.client.health import HealthPolicy, fault_of
 from areal_like.client.routing import RoutingView, choose_server
 from areal_like.client.server import Server, ServerState, ServerStatistics
@@ -67,8 +68,10 @@ class ServerPool:
             for server in self._servers.values():
                 await server.control.aclose()
 
-    async def add(self, name: str, url: str, control: ServerControl) -> None:
+    async def add(self, name: str, url: str, control: ServerControl, dialect: Dialect = EMBEDDED) -> None:
         """Register a server that answers; it gets requests after its first receipt. ``control`` is the pool's now.
+
+        ``dialect`` is how the server's engine is asked for answers.
 
         Raises:
             ServerUnavailable: it does not answer, or reports failure.
@@ -83,7 +86,7 @@ class ServerPool:
             if fault:
                 raise ServerUnavailable(f"{name} cannot join: {fault}")
             refused.pop_all()
-        server = Server(name=name, url=url, control=control, context_length=answer.context_length)
+        server = Server(name=name, url=url, control=control, context_length=answer.context_length, dialect=dialect)
         self._servers[name] = server
         self._watching[name] = self._watchers.create_task(self._watch(server), name=f"health-{name}")
         self._notify()
@@ -99,6 +102,11 @@ class ServerPool:
         await server.control.aclose()
 
     # -- what requests need --
+
+    def dialect(self, name: str) -> Dialect:
+        """How a server is spoken to; of one that is gone, what every server speaks."""
+        server = self._servers.get(name)
+        return EMBEDDED if server is None else server.dialect
 
     @property
     def incarnation(self) -> int:

@@ -8,9 +8,9 @@ from types import TracebackType
 from typing import NoReturn, Self
 
 import aiohttp
-from pydantic import ValidationError
 
-from areal_like.api.wire import AbortBody, GenerateAnswer, GenerateBody, GenerateOutput
+from areal_like.api.wire import GenerateBody, GenerateOutput
+from areal_like.client.dialect import EMBEDDED, Dialect, HttpCall
 from areal_like.client.http_errors import error_message
 from areal_like.errors import RequestError, ServerUnavailable
 
@@ -54,37 +54,37 @@ class Poster:
     ) -> None:
         await self._session.close()
 
-    async def generate(self, server: str, url: str, body: GenerateBody) -> tuple[GenerateOutput, float]:
+    async def generate(
+        self, server: str, url: str, body: GenerateBody, dialect: Dialect = EMBEDDED
+    ) -> tuple[GenerateOutput, float]:
         """The only output of a request with n = 1, and the server's seconds to its first token.
 
         Raises:
-            RequestError: 4xx with the server's message.
+            RequestError: 4xx with the server's message, or the engine cannot do what ``body`` asks.
             ConnectionBroken, ServerBusy, ServerUnavailable: anything else; another try may succeed.
         """
-        status, content = await self._post(server, f"{url}/generate", body.model_dump_json().encode())
+        call = dialect.generate(body)
+        where = f"{server} {call.path}"
+        status, content = await self._post(server, url, call)
         if status != 200:
-            _refuse(f"{server} /generate", status, content)
+            _refuse(where, status, content)
         try:
-            answer = GenerateAnswer.model_validate_json(content)
-        except ValidationError as error:
-            raise ServerUnavailable(f"{server} /generate: the answer breaks the wire schema: {error}") from error
-        if answer.rid != body.rid or len(answer.outputs) != 1:
-            raise ServerUnavailable(
-                f"{server} /generate: asked for one output of {body.rid!r}, got {len(answer.outputs)} of {answer.rid!r}"
-            )
-        return answer.outputs[0], answer.seconds_to_first_token
+            segment = dialect.read(body, content)
+        except ServerUnavailable as error:
+            raise ServerUnavailable(f"{where}: {error}") from error
+        return segment.output, segment.seconds_to_first_token
 
-    async def abort(self, server: str, url: str, rid: str) -> None:
+    async def abort(self, server: str, url: str, rid: str, dialect: Dialect = EMBEDDED) -> None:
         """Tell a server that nobody waits for ``rid`` any more. Best effort: the request may be gone already."""
         try:
             async with asyncio.timeout(ABORT_SECONDS):
-                await self._post(server, f"{url}/abort", AbortBody(rids=[rid]).model_dump_json().encode())
+                await self._post(server, url, dialect.abort(rid))
         except (TimeoutError, ServerUnavailable):
             return
 
-    async def _post(self, server: str, url: str, data: bytes) -> tuple[int, bytes]:
+    async def _post(self, server: str, url: str, call: HttpCall) -> tuple[int, bytes]:
         try:
-            async with self._session.post(url, data=data) as response:
+            async with self._session.post(f"{url}{call.path}", data=call.content) as response:
                 return response.status, await response.read()
         except (aiohttp.ClientError, OSError) as error:
             raise ConnectionBroken(f"{server}: {type(error).__name__}: {error}") from error

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from areal_like.api.weights import CommitReceipt
 from areal_like.client.control import ServerControl
+from areal_like.client.dialect import EMBEDDED, Dialect
 from areal_like.client.health import Acknowledged
 from areal_like.client.routing import ServerLoad
 
@@ -46,6 +47,7 @@ class Server:
     url: str
     control: ServerControl
     context_length: int
+    dialect: Dialect = EMBEDDED
     state: ServerState = ServerState.JOINING
     acknowledged: Acknowledged | None = None
     suspect: bool = False
