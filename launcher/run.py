@@ -94,6 +94,7 @@ async def _interrupted(stop: Stop, training: asyncio.Event) -> None:
     """Ends the work at once if it does not listen to ``stop`` yet, or if the wish was repeated."""
     await stop.wait()
     if training.is_set():
+        logger.warning("%s: saving a checkpoint before the end; once more to end at once", stop.reason)
         await stop.wait_urgent()
     raise Interrupted("asked to end")
 
