@@ -7,6 +7,7 @@ spin while they wait for each other.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -39,6 +40,12 @@ def quiet_own_threads() -> None:
         os.environ.setdefault(name, value)
 
 
+def loopback_collectives() -> dict[str, str]:
+    """Train ranks of one host meet on its loopback interface: gloo would listen wherever the host's own name leads."""
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    return {} if "GLOO_SOCKET_IFNAME" in os.environ or not names else {"GLOO_SOCKET_IFNAME": names[0]}
+
+
 def child_environment(
     *, threads: int, token: str, run_id: str, extra: Mapping[str, str] | None = None
 ) -> dict[str, str]:
@@ -48,6 +55,7 @@ def child_environment(
     return {
         **os.environ,
         **thread_environment(threads),
+        **loopback_collectives(),
         "PYTHONUNBUFFERED": "1",  # the last lines of a log are the ones that matter
         "PYTHONFAULTHANDLER": "1",  # a crash in native code leaves its Python stack in the log
         "PYTHONPATH": f"{here}{os.pathsep}{own_path}" if own_path else here,

@@ -39,7 +39,7 @@ def check_run_directory(paths: RunPaths, *, force: bool) -> None:
             if not _try_lock(file.fileno()):
                 raise ConfigError(_running_message(paths, _read_holder(paths.lock)))
             fcntl.flock(file.fileno(), fcntl.LOCK_UN)
-    if not force and _holds_a_run(paths.root):
+    if not force and _holds_a_run(paths):
         raise ConfigError(_occupied_message(paths))
 
 
@@ -61,7 +61,7 @@ def claim_run_directory(paths: RunPaths, *, run_id: str, force: bool) -> Iterato
         if last is not None:
             sweep(last.run_id)
         moved = None
-        if _holds_a_run(paths.root):
+        if _holds_a_run(paths):
             if not force:
                 raise ConfigError(_occupied_message(paths))
             moved = _move_aside(paths.root)
@@ -73,8 +73,8 @@ def claim_run_directory(paths: RunPaths, *, run_id: str, force: bool) -> Iterato
         yield moved
 
 
-def _holds_a_run(root: Path) -> bool:
-    return root.is_dir() and any(root.iterdir())
+def _holds_a_run(paths: RunPaths) -> bool:
+    return paths.root.is_dir() and any(path != paths.evaluations for path in paths.root.iterdir())
 
 
 def _move_aside(root: Path) -> Path:

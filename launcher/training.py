@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from areal_like.control.milestones import RunMilestones
 from areal_like.control.publishing import WeightPublisher
 from areal_like.control.supervision import Stop, until_stopped
 from areal_like.control.traced_engine import TracedEngine
-from areal_like.errors import ArealLikeError, RolloutsEnded
+from areal_like.errors import ArealLikeError, RolloutsEnded, RpcError
 from areal_like.observe.metrics import MetricsFile
 from areal_like.observe.progress import RunProgress, closing_table
 from areal_like.observe.trace import Tracer
@@ -39,7 +40,7 @@ from areal_like.rollout.filters import GroupFilters
 from areal_like.rollout.ledger import GroupLedger
 from areal_like.rollout.plugins import import_callable
 from areal_like.rollout.store import TrajectoryStore
-from areal_like.train.group import TrainerGroup
+from areal_like.train.group import RankHealth, TrainerGroup
 from areal_like.weights.channel import WeightChannel
 from launcher.processes import TRAIN
 from launcher.session import (
@@ -140,7 +141,7 @@ async def train(session: Session, progress: RunProgress, stop: Stop, training: a
     Args:
         training: set once the loop runs; from then on ``stop`` lets the step under way finish and saves a checkpoint.
     """
-    context = session.context
+    context, started = session.context, time.monotonic()
     async with AsyncExitStack() as stack:
         progress.stage("starting processes")
         tracer = stack.enter_context(Tracer(context.paths.trace, process="controller"))
@@ -152,7 +153,7 @@ async def train(session: Session, progress: RunProgress, stop: Stop, training: a
             store=parts.store,
             listeners=await _listeners(context, parts, stack),
         )
-        journal = RunJournal(sinks, statistics=parts.rollouts.statistics)
+        journal = RunJournal(sinks, statistics=parts.rollouts.statistics, started=started)
         training.set()
         try:
             await _run_loop(context, parts, journal, tracer, stop)
@@ -223,15 +224,29 @@ async def _run_loop(context: RunContext, parts: Parts, journal: RunJournal, trac
         async with parts.rollouts:
             stopped = await until_stopped(whole(), stop, ask_to_end=parts.rollouts.stop, grace=STEP_GRACE)
         if stopped:
-            await _save_before_leaving(milestones, loop)
+            await _save_before_leaving(milestones, parts.trainer, loop.state.version)
         milestones.cancel()
         for watcher in watchers:
             watcher.cancel()
 
 
-async def _save_before_leaving(milestones: RunMilestones, loop: TrainingLoop) -> None:
+async def _save_before_leaving(milestones: RunMilestones, trainer: TrainerGroup, version: int) -> None:
     try:
         async with asyncio.timeout(SAVE_GRACE):
-            await milestones.save(loop.state)
+            (rank, *_) = await trainer.health(SAVE_GRACE)
+            await milestones.save(held_version(rank, version))
     except (TimeoutError, ArealLikeError) as error:
-        logger.warning("no checkpoint of version %d could be saved before leaving: %r", loop.state.version, error)
+        logger.warning("no checkpoint could be saved before leaving: %r", error)
+
+
+def held_version(rank: RankHealth, version: int) -> int:
+    """The version a train rank holds when it next answers, if ours is ``version``.
+
+    An update that we gave up waiting for goes on there, and makes the version after.
+
+    Raises:
+        RpcError: the rank does not answer.
+    """
+    if not rank.alive:
+        raise RpcError(f"train-{rank.rank} does not answer: {rank.reason}")
+    return version + (rank.method == "update" or rank.version > version)

@@ -61,6 +61,11 @@ class RunPaths:
         """Where the ``disk`` transport puts snapshots."""
         return self.root / "weights"
 
+    @property
+    def evaluations(self) -> Path:
+        """Logs of ``areal-like eval``, one folder a call; they make no run."""
+        return self.root / "evaluations"
+
     def checkpoint(self, version: int) -> Path:
         """The Hugging Face checkpoint of ``version``."""
         return self.checkpoints / f"version-{version:06d}"

@@ -44,7 +44,10 @@ class JournalSinks:
 
 
 class RunJournal:
-    """One per run; ``statistics`` reads the rollout controller's snapshot. Seconds are monotonic."""
+    """One per run; ``statistics`` reads the rollout controller's snapshot.
+
+    Seconds are counted from ``started``, a reading of ``now`` (monotonic): the run's start, or else this moment.
+    """
 
     def __init__(
         self,
@@ -52,14 +55,14 @@ class RunJournal:
         *,
         statistics: Callable[[], RolloutStatistics],
         now: Callable[[], float] = time.monotonic,
+        started: float | None = None,
     ) -> None:
         self._sinks = sinks
         self._statistics = statistics
         self._now = now
         self._tally = RunTally()
-        self._started = now()
-        self._step_began = self._started
-        self._taken_at = self._started
+        self._started = now() if started is None else started
+        self._step_began = self._taken_at = now()
         self._publish_seconds = 0.0
         self._tokens_before = 0
         self._receipts: tuple[CommitReceipt, ...] = ()

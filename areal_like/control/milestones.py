@@ -61,22 +61,22 @@ class RunMilestones:
             await self._evaluation_ended()
             self._evaluation = self._background.create_task(self._evaluate(), name=f"evaluate-{state.version}")
         if self._saver_config.freq_steps is not None and state.step % self._saver_config.freq_steps == 0:
-            await self.save(state)
+            await self.save(state.version)
 
     async def after_training(self, state: RunState) -> None:
         """Evaluate and save the last version, after rollouts have stopped."""
         await self._evaluation_ended()
         if self._saver_config.at_end:
-            await self.save(state)
+            await self.save(state.version)
         if self._evaluator is not None and self._evaluator_config.at_end:
             self._journal.stage(f"evaluating version {state.version}")
             await self._evaluate()
 
-    async def save(self, state: RunState) -> None:
-        """Write the Hugging Face checkpoint of the current version, unless it is there."""
-        if self._saved != state.version:
-            await self._trainer.save_hf(str(self._checkpoint(state.version)))
-            self._saved = state.version
+    async def save(self, version: int) -> None:
+        """Write the Hugging Face checkpoint of ``version``, which the trainer holds, unless it is there."""
+        if self._saved != version:
+            await self._trainer.save_hf(str(self._checkpoint(version)))
+            self._saved = version
 
     def cancel(self) -> None:
         """Give up an evaluation that is still under way: the run is being left."""

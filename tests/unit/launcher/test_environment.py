@@ -20,6 +20,16 @@ def test_a_child_inherits_and_is_told_its_own(monkeypatch: pytest.MonkeyPatch) -
     assert (variables["AREAL_LIKE_TOKEN"], variables["AREAL_LIKE_RUN_ID"]) == ("t", "r")
 
 
+def test_train_ranks_of_one_host_listen_on_loopback_unless_the_user_said_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    assert child_environment(threads=1, token="t", run_id="r")["GLOO_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert child_environment(threads=1, token="t", run_id="r")["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
 def test_the_controllers_own_threads_are_one_unless_the_user_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in thread_environment(1):
         monkeypatch.setenv(name, "noted")  # so that leaving the test removes what it sets

@@ -56,6 +56,13 @@ def test_a_finished_run_is_refused_or_moved_aside(paths: RunPaths) -> None:
     assert kept == {"cpu": "2", "cpu.old-1": "0", "cpu.old-2": "1"}
 
 
+def test_an_evaluation_before_the_run_is_no_run(paths: RunPaths) -> None:
+    RunPaths(root=paths.evaluations / "0123abcd").create()
+    check_run_directory(paths, force=False)
+    with claim_run_directory(paths, run_id="0123abcd", force=False) as moved:
+        assert moved is None
+
+
 def test_a_running_trial_is_refused_even_by_force_and_free_once_its_process_is_killed(paths: RunPaths) -> None:
     command = [sys.executable, "-c", HOLD, str(paths.root)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE) as holder:
