@@ -113,6 +113,20 @@ class PolicyModel(nn.Module):
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of every written token, float32 [T] (float64 for a float64 model)."""
         model: Any = self.language_model
+        head = model.get_output_embeddings()
+        found = chunked_logprobs(
+            self._hidden(batch),
+            head.weight,
+            batch.target_T,
+            bias_V=head.bias,
+            temperature=self.sampling.temperature,
+            ban=self._stop_ban(batch),
+        )
+        return found.logprob_T, found.entropy_T
+
+    def _hidden(self, batch: MicroBatch) -> Tensor:
+        """The last hidden state [T, D] at the position that predicts each written token."""
+        model: Any = self.language_model
         extra: dict[str, Any] = {}
         if batch.row_starts is not None:
             extra = {
@@ -124,17 +138,8 @@ class PolicyModel(nn.Module):
                 "row_lengths": batch.row_lengths,
             }
         # padding is on the right and attention is causal: no written token ever sees it, so no mask is needed
-        hidden = model.base_model(input_ids=batch.input_ids, use_cache=False, **extra).last_hidden_state
-        head = model.get_output_embeddings()
-        found = chunked_logprobs(
-            hidden.flatten(0, 1).index_select(0, batch.select_T),
-            head.weight,
-            batch.target_T,
-            bias_V=head.bias,
-            temperature=self.sampling.temperature,
-            ban=self._stop_ban(batch),
-        )
-        return found.logprob_T, found.entropy_T
+        states: Tensor = model.base_model(input_ids=batch.input_ids, use_cache=False, **extra).last_hidden_state
+        return states.flatten(0, 1).index_select(0, batch.select_T)
 
     def _stop_ban(self, batch: MicroBatch) -> StopBan | None:
         if batch.stop_ban_T is None or not self.sampling.stop_token_ids:
