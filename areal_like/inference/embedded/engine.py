@@ -115,6 +115,7 @@ class DecodeEngine:
         self._inbox: deque[Request | _Order] = deque()
         self._wake = threading.Event()
         self._waiting_orders: list[_Order] = []
+        self._idle = False
         self._door = threading.Lock()
         self._closing = False
         self._ended = False
@@ -230,7 +231,8 @@ class DecodeEngine:
             if self._ended or self._closing:
                 raise ServerUnavailable("the server is closing")
             self._inbox.append(entry)
-        self._wake.set()
+        if self._idle:  # setting an event costs as much as a whole request's bookkeeping
+            self._wake.set()
 
     # --- in the loop's thread -----------------------------------------------------------------------------------
 
@@ -258,8 +260,14 @@ class DecodeEngine:
             self._hand_out()
         else:
             self._hand_out()
+            self._wait_for_inbox()
+
+    def _wait_for_inbox(self) -> None:
+        self._idle = True  # from here on whoever fills the inbox wakes us; what came before is seen below
+        if not self._inbox and not self._closing:
             self._wake.wait()
-            self._wake.clear()
+        self._idle = False
+        self._wake.clear()
 
     def _take_inbox(self) -> None:
         while self._inbox:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from areal_like.api.generation import StopReason
-from areal_like.api.wire import GenerateAnswer, GenerateBody, GenerateOutput, VersionSpan
+from areal_like.api.wire import GenerateBody
 from areal_like.errors import RequestError
 from areal_like.inference.embedded.seeds import as_uint64, sibling_seed
 from areal_like.inference.embedded.stops import Decoder, StopWatcher
@@ -65,16 +66,19 @@ class Request:
         """Some answer has a token: weights have been used for it."""
         return self.first_token is not None
 
-    def answer(self) -> GenerateAnswer:
-        """The wire form, once every answer has ended."""
+    def answer(self) -> dict[str, Any]:
+        """The fields of ``GenerateAnswer``, once every answer has ended.
+
+        Plain values: building three models per answer costs more than encoding them.
+        """
         end = self.submitted if self.finished is None else self.finished
         first = end if self.first_token is None else self.first_token
-        return GenerateAnswer.model_construct(
-            rid=self.rid,
-            outputs=[a.output() for a in self.answers],
-            seconds_to_first_token=first - self.submitted,
-            seconds=end - self.submitted,
-        )
+        return {
+            "rid": self.rid,
+            "outputs": [a.output() for a in self.answers],
+            "seconds_to_first_token": first - self.submitted,
+            "seconds": end - self.submitted,
+        }
 
 
 class Answer:
@@ -122,18 +126,18 @@ class Answer:
             return True
         return False
 
-    def output(self) -> GenerateOutput:
+    def output(self) -> dict[str, Any]:
+        """The fields of ``GenerateOutput``."""
         ends = [start for _, start in self.marks[1:]] + [len(self.tokens)]
-        spans = [
-            VersionSpan.model_construct(version=version, start=start, end=end)
-            for (version, start), end in zip(self.marks, ends, strict=False)
-        ]
-        return GenerateOutput.model_construct(
-            token_ids=self.tokens,
-            logprobs=self.logprobs,
-            spans=spans,
-            stop_reason=self.stop_reason or StopReason.ABORT,
-        )
+        return {
+            "token_ids": self.tokens,
+            "logprobs": self.logprobs,
+            "spans": [
+                {"version": version, "start": start, "end": end}
+                for (version, start), end in zip(self.marks, ends, strict=False)
+            ],
+            "stop_reason": (self.stop_reason or StopReason.ABORT).value,
+        }
 
 
 def make_request(body: GenerateBody, limits: RequestLimits, *, default_seed: Callable[[], int], now: float) -> Request:

@@ -145,6 +145,8 @@ async def _serving(service: InferenceService, listener: socket.socket, token: st
         timeout_keep_alive=_KEEP_ALIVE,
         timeout_graceful_shutdown=_CLOSE_TIMEOUT,
         server_header=False,
+        date_header=False,
+        proxy_headers=False,
     )
     server = _Uvicorn(config)
     serve = asyncio.create_task(server.serve(sockets=[listener]), name="http-server")

@@ -83,7 +83,7 @@ class InferenceService:
             token_bytes=cache_token_bytes(model),
             max_bytes=spec.kv_cache_bytes or default_cache_bytes(device),
         )
-        self._waiters: dict[Request, asyncio.Future[None]] = {}
+        self._waiters: dict[Request, asyncio.Future[bool]] = {}
         self._numbers = itertools.count()
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._failed = asyncio.Event()
@@ -122,13 +122,11 @@ class InferenceService:
         if self._closing:
             raise ServerUnavailable("the server is closing")
         request = make_request(body, self._limits, default_seed=self._next_seed, now=time.monotonic())
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiters[request] = waiter
         try:
             self._engine.submit(request)
-            if not await _done_soon(waiter):
-                await _until_done_or_gone(waiter, gone)
-            if not waiter.done():
+            if not await _answered(waiter, gone):
                 self._engine.abort(lambda r: r is request)
                 raise ServerUnavailable(f"the caller of request {body.rid!r} has gone")
         finally:
@@ -208,16 +206,33 @@ class InferenceService:
         for request in finished:
             waiter = self._waiters.get(request)
             if waiter is not None and not waiter.done():
-                waiter.set_result(None)
+                waiter.set_result(True)
 
 
 def _pause_answer(state: PauseState) -> PauseAnswer:
     return PauseAnswer(paused=state.paused, in_flight=state.in_flight, version=state.version)
 
 
-async def _done_soon(waiter: asyncio.Future[None]) -> bool:
-    done, _ = await asyncio.wait((waiter,), timeout=_WATCH_AFTER)
-    return bool(done)
+async def _answered(waiter: asyncio.Future[bool], gone: Gone) -> bool:
+    """Wait for the answer; False if the caller went away first. The connection is watched from a while on only."""
+    loop = asyncio.get_running_loop()
+    watches: list[asyncio.Future[object]] = []
+
+    def give_up(_: asyncio.Future[object]) -> None:
+        if not waiter.done():
+            waiter.set_result(False)
+
+    def watch() -> None:
+        watches.append(asyncio.ensure_future(gone()))
+        watches[0].add_done_callback(give_up)
+
+    timer = loop.call_later(_WATCH_AFTER, watch)
+    try:
+        return await waiter
+    finally:
+        timer.cancel()
+        for watching in watches:
+            watching.cancel()
 
 
 async def _until_done_or_gone(waiter: asyncio.Future[T], gone: Gone) -> None:

@@ -202,7 +202,7 @@ def test_keep_goes_on_over_the_old_cache(
     np.testing.assert_allclose(answer.logprobs[before:], expected, atol=1e-5)
     fresh = logprobs(other_model, prompt, answer.tokens)[before:]
     assert np.abs(np.array(fresh) - answer.logprobs[before:]).max() > 0.01
-    assert [(s.version, s.start, s.end) for s in answer.output().spans] == [(0, 0, before), (1, before, 12)]
+    assert [(s["version"], s["start"], s["end"]) for s in answer.output()["spans"]] == [(0, 0, before), (1, before, 12)]
 
 
 def test_recompute_goes_on_over_the_new_prefix(
@@ -220,7 +220,7 @@ def test_recompute_goes_on_over_the_new_prefix(
         loop.step(1, admit=True)
     for prompt, request in zip(PROMPTS, requests, strict=True):
         answer = request.answers[0]
-        before = answer.output().spans[0].end
+        before = answer.output()["spans"][0]["end"]
         assert 0 < before < 12
         np.testing.assert_allclose(answer.logprobs[:before], logprobs(old, prompt, answer.tokens)[:before], atol=1e-5)
         fresh = logprobs(other_model, prompt, answer.tokens)[before:]
@@ -251,9 +251,9 @@ def test_an_abort_answers_what_it_has_and_leaves_others_alone(make: Any, make_lo
     assert (loop.running, loop.queued) == (2, 1)
     assert loop.abort(lambda r: r is not other) == 2
     assert {id(r) for r in loop.take_finished()} == {id(running), id(queued)}
-    assert len(running.answer().outputs[0].token_ids) == 4
-    assert queued.answer().outputs[0].token_ids == []
-    assert {o.stop_reason for r in (running, queued) for o in r.answer().outputs} == {StopReason.ABORT}
+    assert len(running.answers[0].tokens) == 4
+    assert queued.answers[0].tokens == []
+    assert {r.answers[0].output()["stop_reason"] for r in (running, queued)} == {StopReason.ABORT}
     while loop.running:
         loop.step(0, admit=True)
     assert other.answers[0].tokens == expected
@@ -266,7 +266,7 @@ def test_siblings_that_had_ended_keep_their_reason_at_an_abort(make: Any, make_l
     while not any(a.stop_reason for a in request.answers):
         loop.step(0, admit=True)
     loop.abort(lambda r: True)
-    reasons = {a.output().stop_reason for a in request.answers}
+    reasons = {a.output()["stop_reason"] for a in request.answers}
     assert reasons == {StopReason.STOP, StopReason.ABORT}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from areal_like.api.generation import StopReason
-from areal_like.api.wire import VersionSpan
+from areal_like.api.wire import GenerateAnswer, GenerateOutput, VersionSpan
 from areal_like.errors import RequestError
 from areal_like.inference.embedded.seeds import sibling_seed
 
@@ -49,7 +49,7 @@ def test_spans_follow_the_versions(make: Any) -> None:
     answer = make([3], max_new_tokens=5).answers[0]
     ended = [answer.write(7, -0.5, version) for version in (2, 2, 3, 5, 5)]
     assert ended == [False] * 4 + [True]
-    output = answer.output()
+    output = GenerateOutput.model_validate(answer.output())
     assert output.spans == [
         VersionSpan(version=2, start=0, end=2),
         VersionSpan(version=3, start=2, end=3),
@@ -60,8 +60,9 @@ def test_spans_follow_the_versions(make: Any) -> None:
 
 def test_an_answer_that_was_cut_is_an_abort(make: Any) -> None:
     request = make([3])
-    assert request.answer().outputs[0].stop_reason is StopReason.ABORT
-    assert request.answer().outputs[0].spans == []
+    answer = GenerateAnswer.model_validate(request.answer())
+    assert answer.outputs[0].stop_reason is StopReason.ABORT
+    assert answer.outputs[0].spans == []
 
 
 def test_eos_ends_an_answer_unless_ignored(make: Any) -> None:

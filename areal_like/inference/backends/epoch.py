@@ -1,0 +1,42 @@
+"""What we know of one server's version while requests and updates go on side by side.
+
+The rule kept here: a request posted after an update never shares prefix KV with one posted before it. Requests carry a
+salt of the prefix cache: the version's label; while an update is under way, when nobody can tell whether a request
+will meet the old weights or the new ones, a salt of their own, so that nothing of theirs is ever reused.
+"""
+
+from __future__ import annotations
+
+from areal_like.inference.backends.labels import version_label
+
+
+class ServerEpoch:
+    """The (incarnation, version) that a server has acknowledged, and whether an update is under way."""
+
+    def __init__(self) -> None:
+        self.incarnation = -1
+        self.version = -1
+        self.commits = 0
+        self.updating = False
+
+    @property
+    def known(self) -> tuple[int, int]:
+        return self.incarnation, self.version
+
+    def salt(self, rid: str) -> str:
+        """For a request that is posted now."""
+        return f"{rid}.alone" if self.updating else version_label(self.incarnation, self.version)
+
+    def begin(self) -> None:
+        """An update may touch the live weights from here on."""
+        self.updating = True
+        self.commits += 1
+
+    def end(self, incarnation: int, version: int) -> None:
+        """The server runs again, under this version."""
+        self.incarnation, self.version = incarnation, version
+        self.updating = False
+
+    def withdraw(self) -> None:
+        """The update was given up with the old weights untouched; old prefix KV is still good."""
+        self.updating = False
