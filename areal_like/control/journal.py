@@ -109,8 +109,7 @@ class RunJournal:
     def step(self, state: RunState, batch: Batch, report: UpdateReport) -> None:
         """A step is over and its version published."""
         now, statistics = self._now(), self._statistics()
-        rewards = [t.reward for t in batch.trajectories]
-        reward = sum(rewards) / len(rewards) if rewards else None
+        reward = _mean_episode_reward(batch)
         self._tally.trained(reward=reward, tokens=sum(t.loss_tokens for t in batch.trajectories))
         seconds = now - self._step_began
         generated = statistics.episodes.generated_tokens - self._tokens_before
@@ -165,6 +164,14 @@ class RunJournal:
             generated_tokens=statistics.episodes.generated_tokens,
             extra=dict(extra),
         )
+
+
+def _mean_episode_reward(batch: Batch) -> float | None:
+    """An episode that left several trajectories counts once, with their mean."""
+    episodes: dict[str, list[float]] = {}
+    for row in batch.trajectories:
+        episodes.setdefault(row.episode_id, []).append(row.reward)
+    return sum(sum(rewards) / len(rewards) for rewards in episodes.values()) / len(episodes) if episodes else None
 
 
 def _batch_figures(batch: Batch) -> dict[str, object]:

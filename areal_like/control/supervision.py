@@ -8,8 +8,11 @@ stop asked for ----+     asks the work to end by itself, then cancels it
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 class Stop:
@@ -69,7 +72,7 @@ async def until_stopped(
         True if it was stopped, False if it came to its own end.
 
     Raises:
-        Exception: what ``work`` raised before it was asked to stop.
+        Exception: what ``work`` raised before it was asked to stop; what it raises then is logged.
     """
     working = asyncio.create_task(work, name="until stopped")
     asked = asyncio.create_task(stop.wait(), name="stop asked")
@@ -81,6 +84,8 @@ async def until_stopped(
             return False
         await ask_to_end()
         await asyncio.wait({working, urgent}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+        if working.done() and (error := working.exception()) is not None:
+            logger.warning("while it was ending: %r", error)
         return True
     finally:
         await _cancel({working, asked, urgent})

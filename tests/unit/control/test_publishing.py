@@ -1,0 +1,92 @@
+"""What the channel publishes is counted, and what servers acknowledge reaches the rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+from control_cases import receipt_of
+
+from areal_like.api.weights import CommitReceipt
+from areal_like.control.journal import RunJournal
+from areal_like.control.publishing import WeightPublisher
+from areal_like.errors import WeightUpdateError
+
+
+class Pool:
+    """A pool whose acknowledged version the test moves."""
+
+    def __init__(self) -> None:
+        self.lowest_version = -1
+        self._event = asyncio.Event()
+
+    def move(self, version: int) -> None:
+        self.lowest_version = version
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def changed(self) -> None:
+        await self._event.wait()
+
+
+class Listeners:
+    """Journal, rollouts and channel at once."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.told: list[Any] = []
+        self.fails = False
+
+    async def publish(self, version: int) -> tuple[CommitReceipt, ...]:
+        if self.fails:
+            raise WeightUpdateError("no server")
+        self.pool.lowest_version = version
+        return (receipt_of(version),)
+
+    @contextmanager
+    def publication(self, version: int) -> Iterator[None]:
+        self.told.append(f"begin {version}")
+        yield
+
+    def published(self, receipts: tuple[CommitReceipt, ...]) -> None:
+        self.told.append([r.version for r in receipts])
+
+    def acknowledged(self, version: int) -> None:
+        self.told.append(version)
+
+
+@pytest.fixture
+def listeners() -> Listeners:
+    return Listeners(Pool())
+
+
+def _publisher(listeners: Listeners) -> WeightPublisher:
+    journal = cast(RunJournal, listeners)
+    return WeightPublisher(channel=listeners, pool=listeners.pool, rollouts=listeners, journal=journal)
+
+
+async def test_a_publication_is_noted_and_then_acknowledged(listeners: Listeners) -> None:
+    await _publisher(listeners).publish(3)
+    assert listeners.told == ["begin 3", [3], 3]
+
+
+async def test_a_failed_publication_tells_nobody_of_the_version(listeners: Listeners) -> None:
+    listeners.fails = True
+    with pytest.raises(WeightUpdateError):
+        await _publisher(listeners).publish(3)
+    assert listeners.told == ["begin 3"]
+
+
+async def test_changes_between_publications_reach_the_rollouts(listeners: Listeners) -> None:
+    following = asyncio.create_task(_publisher(listeners).follow())
+    await asyncio.sleep(0)
+    assert listeners.told == []  # nothing was acknowledged yet
+    for version in (0, 2):  # the server that was behind left the rotation
+        listeners.pool.move(version)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    following.cancel()
+    assert listeners.told == [0, 2]
