@@ -24,7 +24,7 @@ from lockstep import Episodes
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from areal_like.algo.advantages import norm_settings, reward_scale, reward_table, token_advantages
+from areal_like.algo.advantages import reward_scale, reward_table, token_advantages
 from areal_like.algo.aggregation import aggregate, local_denominator
 from areal_like.algo.logprobs import StopBan, chunked_logprobs, stop_ban_positions
 from areal_like.algo.objectives import get_objective
@@ -117,7 +117,7 @@ class Policy:
         gains = [np.full(row.length, row.reward) if row.returns is None else row.returns for row in rows]
         return_T = torch.tensor(np.concatenate([g[row.loss_mask == 1] for g, row in zip(gains, rows, strict=True)]))
         table = reward_table([row.reward for row in rows], groups, [row.episode_id for row in rows])
-        scale = reward_scale(table, norm_settings(actor.adv_norm))
+        scale = reward_scale(table, actor.normalisation)
         advantage_T = token_advantages(scale, return_T.double(), row_T).float()
         with torch.no_grad():  # under the weights before the first optimiser step, and constant afterwards
             recomputed_T = self.logprobs(rows) if actor.prox == "recompute" else behave_T

@@ -39,7 +39,7 @@ def behave_weight(terms: PolicyTerms, settings: ObjectiveSettings, level: Behave
 
     Token level truncated: TIS (Yao et al. 2025); sequence level: sequence TIS, and with ``mask`` sequence masked
     importance sampling (Liu et al. 2025); ``mask`` with ``behave_floor``: IcePop (Ring-1T, 2025). Tokens that the
-    terms' ``keep_T`` excludes are dropped too.
+    terms' ``keep_T`` excludes are dropped in every mode. ``ignore`` sets w to 1: no correction.
 
     Args:
         level: overrides ``settings.behave_level`` for objectives that have a level of their own.
@@ -48,6 +48,9 @@ def behave_weight(terms: PolicyTerms, settings: ObjectiveSettings, level: Behave
     weight_T = log_ratio_at(level or settings.behave_level, log_w_T, terms).exp()
     dropped_T = torch.zeros_like(terms.mask_T) if terms.keep_T is None else terms.mask_T & ~terms.keep_T
     capped_T = torch.zeros_like(terms.mask_T)
+    if settings.behave_mode == "ignore":
+        weight_T = torch.where(dropped_T, 0.0, torch.ones_like(weight_T))
+        return BehaveWeight(weight_T=weight_T, capped_T=capped_T, dropped_T=dropped_T)
     if settings.behave_cap is not None:
         over_T = terms.mask_T & (weight_T > settings.behave_cap)
         if settings.behave_mode == "mask":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from areal_like.algo.m2po import m2po
 from areal_like.algo.ppo import decoupled_ppo, ppo
 from areal_like.algo.sequence import gspo, gspo_token, topr
 from areal_like.algo.settings import ObjectiveSettings
@@ -22,6 +23,7 @@ OBJECTIVES: Mapping[str, Objective] = MappingProxyType(
         "cispo": cispo,
         "sapo": sapo,
         "topr": topr,
+        "m2po": m2po,
     }
 )
 

@@ -43,6 +43,7 @@ class _Sum(IntEnum):
     ROWS = auto()
     ROW_WEIGHT = auto()
     ROW_WEIGHT_SQUARED = auto()
+    REJECTED_ROWS = auto()
 
 
 class _Maximum(IntEnum):
@@ -102,6 +103,7 @@ def measure(
     gap_T = log_w_T[~stale_B[row_T]].abs()
     written_B = row_sum(torch.ones_like(log_w_T), row_T, terms.rows) > 0
     row_weight_B = row_sum(log_w_T, row_T, terms.rows)[written_B].clamp(-30.0, 30.0).exp()
+    dropped_B = row_sum((loss.dropped_T & mask_T).double()[mask_T], row_T, terms.rows)
     over_T = weight_T > (behave_cap if behave_cap is not None else float("inf"))
     sums = {
         _Sum.TOKENS: mask_T.sum(),
@@ -124,6 +126,7 @@ def measure(
         _Sum.ROWS: written_B.sum(),
         _Sum.ROW_WEIGHT: row_weight_B.sum(),
         _Sum.ROW_WEIGHT_SQUARED: row_weight_B.square().sum(),
+        _Sum.REJECTED_ROWS: (written_B & (dropped_B == row_sum(torch.ones_like(log_w_T), row_T, terms.rows))).sum(),
     }
     lags = torch.bincount(lag_T.clamp(max=LAG_BINS - 1).long(), minlength=LAG_BINS)
     maxima = {
@@ -138,7 +141,7 @@ def measure(
     )
 
 
-def finalise(figures: OffPolicySums) -> dict[str, float]:
+def finalise(figures: OffPolicySums, *, version: int | None = None) -> dict[str, float]:
     """Named figures from fully reduced sums. Log-prob gaps are nats; fractions are of all unmasked tokens.
 
     * ``ess``: (Σw)² / (n Σw²), 1 on policy, 1/n where one token has all the weight (Kong 1992); ``ess_sequence`` the
@@ -148,6 +151,9 @@ def finalise(figures: OffPolicySums) -> dict[str, float]:
     * ``update_kl_*``, ``ratio_max``: the same between prox and theta, within this step.
     * ``perplexity_gap``: exp(prox NLL − behave NLL) − 1.
     * ``logprob_gap_*``: |prox − behave| over rows written wholly under the current version.
+    * ``dropped_fraction`` of tokens, ``rejected_fraction`` of rows: those of which every token was dropped.
+    * ``lag_tokens_<n>``: tokens that are n versions old; with ``version``, the trainer's, ``version_tokens_<v>`` too:
+      tokens that version v wrote. The oldest bin of either holds all older ones and is marked ``+``.
     """
     s = figures.sums.tolist()
     m = figures.maxima.tolist()
@@ -168,6 +174,7 @@ def finalise(figures: OffPolicySums) -> dict[str, float]:
         "ratio_max": m[_Maximum.RATIO],
         "clipped_fraction": s[_Sum.CLIPPED] / tokens,
         "dropped_fraction": s[_Sum.DROPPED] / tokens,
+        "rejected_fraction": s[_Sum.REJECTED_ROWS] / max(s[_Sum.ROWS], 1.0),
         "capped_fraction": s[_Sum.CAPPED] / tokens,
         "entropy": s[_Sum.ENTROPY] / tokens,
         "perplexity_gap": torch.tensor(nll_gap, dtype=torch.float64).expm1().item(),
@@ -178,8 +185,11 @@ def finalise(figures: OffPolicySums) -> dict[str, float]:
         "logprob_gap_max": m[_Maximum.FRESH_GAP],
         "fresh_fraction": s[_Sum.FRESH_TOKENS] / tokens,
     }
-    bins = s[len(_Sum) :]
-    return named | {f"lag_tokens_{i}{'+' if i == LAG_BINS - 1 else ''}": n for i, n in enumerate(bins) if n}
+    bins = {(lag, "+" if lag == LAG_BINS - 1 else ""): n for lag, n in enumerate(s[len(_Sum) :]) if n}
+    named |= {f"lag_tokens_{lag}{more}": n for (lag, more), n in bins.items()}
+    if version is not None:
+        named |= {f"version_tokens_{version - lag}{more}": n for (lag, more), n in bins.items()}
+    return named
 
 
 def _effective(total: float, squares: float, count: float) -> float:

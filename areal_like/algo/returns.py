@@ -5,10 +5,13 @@ Legend: ``_T`` target tokens, row after row; ``_B`` rows; ``_L`` written tokens 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from areal_like.algo.advantages import EQUAL_TOLERANCE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,3 +56,24 @@ def _place_in_row(mask_T: Tensor, row_T: Tensor, rows: int) -> Tensor:
     count_T = torch.cumsum(mask_T.long(), 0) - mask_T.long()
     total_B = torch.zeros(rows, dtype=torch.int64, device=mask_T.device).index_add(0, row_T, mask_T.long())
     return count_T - (torch.cumsum(total_B, 0) - total_B)[row_T]
+
+
+def whiten(value_T: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> Tensor:
+    """Values to mean 0 and deviation 1 over all tokens of all ranks [T]; Huang et al. 2022, "37 details of PPO", no. 7.
+
+    Values that are all equal become exactly 0 and are not blown up; so does a single one. Every rank must call it.
+
+    Args:
+        value_T: float64 [T], this rank's; may be empty.
+        sum_over_ranks: adds a tensor over ranks, on every rank.
+    """
+    count, total = sum_over_ranks(torch.stack([torch.ones_like(value_T).sum(), value_T.sum()])).tolist()
+    if count == 0:
+        return value_T
+    centred_T = value_T - total / count
+    squares = float(sum_over_ranks(centred_T.square().sum()))
+    deviation = (squares / count) ** 0.5
+    if deviation <= EQUAL_TOLERANCE * max(1.0, abs(total / count)):
+        return torch.zeros_like(value_T)
+    whitened_T: Tensor = centred_T / deviation
+    return whitened_T

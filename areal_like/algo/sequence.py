@@ -57,10 +57,12 @@ def topr(terms: PolicyTerms, settings: ObjectiveSettings) -> TokenLoss:
     ratio_T = log_ratio_at("sequence", log_r_T, terms).exp()
     advantage_T = unmasked(terms.advantage_T, terms.mask_T)
     taper_T = torch.where(advantage_T < 0, ratio_T.clamp(max=1.0), 1.0)
+    dropped_T = torch.zeros_like(terms.mask_T) if terms.keep_T is None else terms.mask_T & ~terms.keep_T
+    taper_T = torch.where(dropped_T, 0.0, taper_T)
     return TokenLoss(
         loss_T=-taper_T * advantage_T * unmasked(terms.theta_T, terms.mask_T),
         ratio_T=ratio_T,
         weight_T=taper_T,
         clipped_T=(advantage_T < 0) & (ratio_T > 1.0),
-        dropped_T=torch.zeros_like(terms.mask_T),
+        dropped_T=dropped_T,
     )

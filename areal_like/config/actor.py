@@ -6,8 +6,10 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from areal_like.algo.norms import ADVANTAGES, AdvantageName, NormSettings, norm_settings
 from areal_like.config.backend import BackendSpec, parse_backend
 from areal_like.config.section import Section
+from areal_like.config.shaping import ShapingConfig
 
 TRAIN_BACKENDS = ("fsdp",)
 
@@ -44,18 +46,21 @@ class ActorConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     mb_spec: MicroBatchConfig = Field(default_factory=MicroBatchConfig)
-    objective: Literal["decoupled_ppo", "ppo", "gspo", "gspo_token", "cispo", "sapo", "topr"] = Field(
+    objective: Literal["decoupled_ppo", "ppo", "gspo", "gspo_token", "cispo", "sapo", "topr", "m2po"] = Field(
         "decoupled_ppo", description="policy objective (docs/algorithms.md)"
     )
     ppo_n_minibatches: int = Field(1, ge=1, description="optimiser steps per step of the loop")
     eps_clip: float = Field(0.2, gt=0, lt=1, description="ε: the ratio theta/prox is clipped below at 1 - ε")
     tau_positive: float = Field(1.0, gt=0, description="SAPO: temperature of the gate for positive advantages")
     tau_negative: float = Field(1.05, gt=0, description="SAPO: temperature for negative advantages")
+    m2_limit: float = Field(0.04, gt=0, description="M2PO: largest mean of log²(prox/behave) of the tokens that stay")
     eps_clip_higher: float | None = Field(None, gt=0, description="ε above; default: eps_clip")
     c_clip: float | None = Field(None, gt=1, description="dual clip for negative advantages")
     prox: Literal["recompute", "interpolate", "behave"] = "recompute"
     behave_cap: float | None = Field(5.0, gt=1, description="cap of exp(prox - behave); null: none")
-    behave_mode: Literal["truncate", "mask"] = Field("truncate", description="what happens to weights over the cap")
+    behave_mode: Literal["truncate", "mask", "ignore"] = Field(
+        "truncate", description="what happens to weights over the cap; ignore: no weight at all, for comparison"
+    )
     behave_floor: float | None = Field(
         None, gt=0, lt=1, description="tokens with a smaller weight are dropped; null: none"
     )
@@ -66,8 +71,24 @@ class ActorConfig(Section):
     aggregation_constant: float | None = Field(
         None, gt=0, description="divisor of seq_mean_token_sum, such as gconfig.max_new_tokens"
     )
+    advantage: AdvantageName | Literal["gae"] | None = Field(
+        None, description="a named method; null: as adv_norm says; gae: from the values of a critic"
+    )
     adv_norm: NormConfig = Field(default_factory=NormConfig)
-    gradient_checkpointing: bool = False
+    discount: float = Field(1.0, gt=0, le=1, description="γ of gae, per written token")
+    gae_lambda: float = Field(1.0, ge=0, le=1, description="λ of gae")
+    shaping: ShapingConfig = Field(default_factory=ShapingConfig)
+    entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
+    gradient_checkpointing: bool = Field(
+        False, description="layers keep only their input and compute the rest again backwards: less memory, more time"
+    )
+    compile: bool = Field(False, description="decoder layers through torch.compile")
+    offload_optimizer: bool = Field(
+        False, description="master weights, gradients and moments in host memory; the optimiser steps there"
+    )
+    shard_size: int | None = Field(
+        None, ge=1, description="neighbouring ranks that share one copy of the model (HSDP); null: all"
+    )
     threads: int = Field(1, ge=1, description="CPU threads of one rank")
     start_timeout: float = Field(180.0, gt=0, description="seconds the ranks may take to become ready")
     step_timeout: float = Field(1800.0, gt=0, description="seconds one training call may take")
@@ -79,6 +100,17 @@ class ActorConfig(Section):
         if spec.world_size != spec.data or spec.expert != 1:
             raise ValueError(f"{text!r}: only data parallelism (d) is supported; use fsdp:d{spec.world_size}")
         return text
+
+    @model_validator(mode="after")
+    def _copies_are_whole(self) -> Self:
+        ranks = self.spec.data
+        if self.shard_size is not None and ranks % self.shard_size:
+            divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+            raise ValueError(
+                f"shard_size ({self.shard_size}) must divide the ranks of backend {self.backend} ({ranks}): "
+                f"choose one of {', '.join(map(str, divisors))}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _objective_fits(self) -> Self:
@@ -98,6 +130,26 @@ class ActorConfig(Section):
                 f"remove behave_level: {self.behave_level}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _advantage_fits(self) -> Self:
+        if self.advantage is not None and norm_settings(self.adv_norm) not in (NormSettings(), self.normalisation):
+            raise ValueError(
+                f"advantage: {self.advantage} and adv_norm say different things; remove one (adv_norm is for methods "
+                "without a name)"
+            )
+        if self.advantage != "gae" and (self.discount, self.gae_lambda) != (1.0, 1.0):
+            raise ValueError("discount and gae_lambda have no effect without advantage: gae; remove them")
+        if self.objective == "m2po" and self.prox != "recompute":
+            raise ValueError(f"objective m2po bounds log(prox/behave), which needs prox: recompute, not {self.prox}")
+        return self
+
+    @property
+    def normalisation(self) -> NormSettings:
+        """How rewards become advantages; ``gae`` compares them with nothing."""
+        if self.advantage == "gae":
+            return NormSettings(mean_level=None, std_level=None)
+        return norm_settings(self.adv_norm) if self.advantage is None else ADVANTAGES[self.advantage]
 
     @property
     def spec(self) -> BackendSpec:

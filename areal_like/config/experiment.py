@@ -8,8 +8,11 @@ from pydantic import Field, model_validator
 
 from areal_like.api.generation import GenerationHyperparameters
 from areal_like.config.actor import ActorConfig
+from areal_like.config.critic import CriticConfig
 from areal_like.config.dataset import TrainDatasetConfig, ValidDatasetConfig
+from areal_like.config.learning import check_learning
 from areal_like.config.model import ModelConfig
+from areal_like.config.reference import ReferenceConfig
 from areal_like.config.rewards import RewardsConfig
 from areal_like.config.rollout import RolloutConfig
 from areal_like.config.schedule import EvaluatorConfig, RecoverConfig, SaverConfig
@@ -18,6 +21,10 @@ from areal_like.config.weights import WeightsConfig
 
 #: sampling parameters that change the distribution in a way the trainer does not replay
 _UNTRAINABLE = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "frequency_penalty": 0.0, "greedy": False}
+
+
+#: a flag's value: true is the bare flag, false its ``--no-`` form, null leaves it out, a mapping becomes JSON
+EngineFlag = bool | int | float | str | list[Any] | dict[str, Any] | None
 
 
 class ExperimentConfig(Section):
@@ -35,8 +42,12 @@ class ExperimentConfig(Section):
     gconfig: GenerationHyperparameters = Field(default_factory=GenerationHyperparameters)
     eval_gconfig: GenerationHyperparameters | None = Field(None, description="for evaluation; default: gconfig")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    vllm: dict[str, EngineFlag] = Field(default_factory=dict, description="flags of vLLM's server, passed on untouched")
+    sglang: dict[str, EngineFlag] = Field(default_factory=dict, description="flags of SGLang's server, likewise")
     rewards: RewardsConfig = Field(default_factory=RewardsConfig)
     actor: ActorConfig = Field(default_factory=ActorConfig)
+    critic: CriticConfig | None = Field(None, description="a value model, for actor.advantage: gae")
+    ref: ReferenceConfig | None = Field(None, description="a frozen model that the policy is held to")
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     evaluator: EvaluatorConfig = Field(default_factory=EvaluatorConfig)
     saver: SaverConfig = Field(default_factory=SaverConfig)
@@ -50,6 +61,11 @@ class ExperimentConfig(Section):
                 f"train_dataset.batch_size ({size}) must be a multiple of actor.ppo_n_minibatches ({parts}): "
                 f"every minibatch takes whole groups; use a batch_size such as {max(parts, size - size % parts)}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _learning_fits(self) -> Self:
+        check_learning(self.actor, self.critic, self.gconfig)
         return self
 
     @model_validator(mode="after")
@@ -72,6 +88,18 @@ class ExperimentConfig(Section):
                 "always equal, so every group would be filtered"
             )
         return self
+
+    @model_validator(mode="after")
+    def _flags_belong_to_the_engine(self) -> Self:
+        for name in ("vllm", "sglang"):
+            if getattr(self, name) and self.rollout.spec.name != name:
+                raise ValueError(f"{name}: has flags, and rollout.backend is {self.rollout.backend!r}; remove one")
+        return self
+
+    @property
+    def engine_flags(self) -> dict[str, EngineFlag]:
+        """The flags of the engine that the run uses; the embedded one has none."""
+        return {"vllm": self.vllm, "sglang": self.sglang}.get(self.rollout.spec.name, {})
 
     @property
     def evaluation_gconfig(self) -> GenerationHyperparameters:

@@ -12,15 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_like.algo.advantages import (
-    ADVANTAGES,
-    NormSettings,
-    norm_settings,
-    reward_scale,
-    reward_table,
-    row_advantages,
-    token_advantages,
-)
+from areal_like.algo.advantages import reward_scale, reward_table, row_advantages, token_advantages
+from areal_like.algo.norms import ADVANTAGES, NormSettings, norm_settings
 from areal_like.config.actor import NormConfig
 
 GROUPS = ["a", "b", "a", "c", "b", "a", "b", "d", "d"]

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from areal_like.algo.advantages import ADVANTAGES, norm_settings
+from areal_like.algo.norms import ADVANTAGES, norm_settings
 from areal_like.algo.objectives import OBJECTIVES
 from areal_like.algo.offpolicy import empty, finalise
 from areal_like.config.actor import ActorConfig
@@ -46,6 +46,6 @@ def test_every_figure_of_the_page_is_reported() -> None:
     }
     for name in named:
         name = name.removeprefix("offpolicy/")
-        assert name in reported or name in ("lag_tokens_<n>", "_rms", "_max"), name
+        assert name in reported or name in ("lag_tokens_<n>", "version_tokens_<v>", "_rms", "_max"), name
     missing = {n for n in reported if f"{n}`" not in PAGE} - {"tokens", "logprob_gap_rms", "logprob_gap_max"}
     assert not missing

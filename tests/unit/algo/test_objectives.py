@@ -31,6 +31,8 @@ def rows_of(terms: PolicyTerms) -> list[list[dict[str, float]]]:
 
 
 def weight(log_w: float, s: ObjectiveSettings) -> float:
+    if s.behave_mode == "ignore":
+        return 1.0
     w = math.exp(log_w)
     if s.behave_floor is not None and w < s.behave_floor:
         return 0.0
@@ -82,6 +84,9 @@ def token_loss(
     elif s.behave_level == "geometric":
         log_w = sum(j["prox"] - j["behave"] for j in row) / len(row)
     w, r = weight(log_w, s), math.exp(log_r)
+    if name == "m2po":
+        kept = float(k["t"] % 3 != 2)
+        return -kept * w * a * r, -kept * w * a * r
     if name == "decoupled_ppo":
         loss, slope = surrogate(r, a, s)
         return w * loss, w * slope
@@ -102,6 +107,7 @@ SETTINGS = {
     "mask": ObjectiveSettings(behave_cap=1.2, behave_mode="mask"),
     "icepop": ObjectiveSettings(behave_cap=1.5, behave_mode="mask", behave_floor=0.7),
     "truncate": ObjectiveSettings(behave_cap=1.1),
+    "ignore": ObjectiveSettings(behave_mode="ignore", behave_floor=0.9),
 }
 LEVELS = {
     "sequence_truncate": ObjectiveSettings(behave_cap=1.5, behave_level="sequence"),
@@ -125,7 +131,14 @@ def test_weights_at_sequence_level_match_plain_python(make_terms: MakeTerms, nam
     check(name, make_terms(3), LEVELS[case])
 
 
+def ready(name: str, terms: PolicyTerms) -> PolicyTerms:
+    """M2PO needs to be told which tokens stay; here, all but every third."""
+    keep_T = torch.arange(terms.mask_T.numel()) % 3 != 2
+    return replace(terms, keep_T=keep_T) if name == "m2po" else terms
+
+
 def check(name: str, terms: PolicyTerms, settings: ObjectiveSettings) -> None:
+    terms = ready(name, terms)
     loss = get_objective(name)(terms, settings)
     loss.loss_T.sum().backward()
     want = expected(name, terms, settings)
@@ -155,7 +168,10 @@ def test_on_policy_gradient_is_the_policy_gradient(make_terms: MakeTerms, name: 
     # one advantage per row, as outcome rewards give
     advantage_T = terms.advantage_T[terms.row_T]
     theta_T = terms.behave_T.clone().requires_grad_()
-    on_policy = replace(terms, theta_T=theta_T, prox_T=terms.behave_T, advantage_T=advantage_T)
+    everything = torch.ones_like(terms.mask_T)
+    on_policy = replace(
+        terms, theta_T=theta_T, prox_T=terms.behave_T, advantage_T=advantage_T, keep_T=everything
+    )
     get_objective(name)(on_policy, ObjectiveSettings()).loss_T.sum().backward()
     torch.testing.assert_close(theta_T.grad, -advantage_T, rtol=1e-12, atol=1e-13)
 
@@ -173,7 +189,7 @@ def test_a_micro_batch_without_rows_or_written_tokens_is_legal(make_terms: MakeT
             rows=0,
         ),
     ):
-        loss_T = get_objective(name)(empty, ObjectiveSettings()).loss_T
+        loss_T = get_objective(name)(ready(name, empty), ObjectiveSettings()).loss_T
         loss_T.sum().backward()
         assert float(loss_T.detach().abs().sum()) == 0.0
         assert empty.theta_T.grad is not None
@@ -185,11 +201,24 @@ def test_huge_ratios_give_finite_losses(make_terms: MakeTerms, name: str) -> Non
     terms = make_terms(7, masked=False)
     far = replace(terms, theta_T=terms.theta_T.detach() + 500.0, advantage_T=torch.zeros_like(terms.advantage_T))
     far = replace(far, theta_T=far.theta_T.requires_grad_(), behave_T=terms.behave_T - 500.0)
-    loss_T = get_objective(name)(far, ObjectiveSettings(behave_cap=None)).loss_T
+    loss_T = get_objective(name)(ready(name, far), ObjectiveSettings(behave_cap=None)).loss_T
     loss_T.sum().backward()
     assert bool(torch.isfinite(loss_T.detach()).all())
     assert far.theta_T.grad is not None
     assert bool(torch.isfinite(far.theta_T.grad).all())
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_what_is_not_to_be_kept_is_dropped_by_every_objective(make_terms: MakeTerms, name: str) -> None:
+    terms = make_terms(8)
+    keep_T = terms.row_T != 2  # as the overlong filter does: a whole row
+    settings = ObjectiveSettings(behave_mode="ignore")
+    loss = get_objective(name)(replace(terms, keep_T=keep_T), settings)
+    loss.loss_T.sum().backward()
+    assert terms.theta_T.grad is not None
+    assert loss.dropped_T.equal(terms.mask_T & ~keep_T)
+    assert not loss.loss_T.detach()[~keep_T].any() and not terms.theta_T.grad[~keep_T].any()
+    assert loss.loss_T.detach()[keep_T].any()
 
 
 def test_dropped_tokens_are_marked_and_carry_no_weight(make_terms: MakeTerms) -> None:
@@ -243,6 +272,12 @@ def test_an_unknown_objective_names_the_known_ones() -> None:
         ({"aggregation": "seq_mean_token_sum"}, "aggregation_constant, which is missing"),
         ({"aggregation_constant": 8.0}, "has no effect with aggregation token_mean"),
         ({"objective": "gspo", "behave_level": "sequence"}, "at its own level"),
+        ({"objective": "m2po", "prox": "behave"}, "needs prox: recompute"),
+        ({"advantage": "rloo", "adv_norm": {"std_level": "batch"}}, "say different things"),
+        ({"advantage": "gae", "adv_norm": {"mean_level": "batch"}}, "say different things"),
+        ({"advantage": "grpo", "gae_lambda": 0.9}, "no effect without advantage: gae"),
+        ({"shaping": {"overlong_penalty": 0.5}}, "no effect without overlong_margin"),
+        ({"shaping": {"length_limit": 5}}, "no effect without overlong_margin or overlong_filter"),
     ],
 )
 def test_combinations_that_mean_nothing_are_refused(section: dict[str, object], message: str) -> None:

@@ -39,7 +39,7 @@ def figures(terms: PolicyTerms, settings: ObjectiveSettings, version_T: torch.Te
 def test_figures_match_numpy(make_terms: MakeTerms) -> None:
     terms = make_terms(1, spread=0.8)
     settings = ObjectiveSettings(behave_cap=1.5, behave_mode="mask")
-    got = finalise(figures(terms, settings))
+    got = finalise(figures(terms, settings), version=VERSION)
 
     mask = terms.mask_T.numpy()
     theta, prox, behave = (getattr(terms, f"{n}_T").detach().numpy()[mask] for n in ("theta", "prox", "behave"))
@@ -64,6 +64,7 @@ def test_figures_match_numpy(make_terms: MakeTerms) -> None:
         "ratio_max": r.max(),
         "clipped_fraction": clipped.mean(),
         "dropped_fraction": (w > 1.5).mean(),
+        "rejected_fraction": np.mean([(w > 1.5)[row == i].all() for i in range(terms.rows)]),
         "capped_fraction": (w > 1.5).mean(),
         "entropy": np.linspace(0, 1, mask.size)[mask].mean(),
         "perplexity_gap": np.exp(-prox.mean()) / np.exp(-behave.mean()) - 1,
@@ -73,7 +74,9 @@ def test_figures_match_numpy(make_terms: MakeTerms) -> None:
         "logprob_gap_rms": np.sqrt((gap**2).mean()),
         "logprob_gap_max": gap.max(),
         "fresh_fraction": (row == 0).mean(),
-    } | {f"lag_tokens_{i}": n for i, n in enumerate(np.bincount(lag)) if n}
+    }
+    want |= {f"lag_tokens_{i}": n for i, n in enumerate(np.bincount(lag)) if n}
+    want |= {f"version_tokens_{VERSION - i}": n for i, n in enumerate(np.bincount(lag)) if n}
     assert set(got) == set(want)
     for name, value in want.items():
         assert got[name] == pytest.approx(float(value), rel=1e-12), name
@@ -146,3 +149,10 @@ def test_nothing_measured_gives_harmless_figures() -> None:
     got = finalise(empty())
     assert got["ess"] == 1.0
     assert all(np.isfinite(value) for value in got.values())
+
+
+def test_rows_that_lost_every_token_are_counted_as_rejected(make_terms: MakeTerms) -> None:
+    terms = make_terms(1)
+    keep_T = terms.row_T != 1
+    sums = figures(replace(terms, keep_T=keep_T), ObjectiveSettings(behave_cap=None))
+    assert finalise(sums)["rejected_fraction"] == pytest.approx(1 / 3)

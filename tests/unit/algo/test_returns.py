@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from areal_like.algo.returns import discounted_returns, gae
+from areal_like.algo.returns import discounted_returns, gae, whiten
 
 
 @pytest.mark.parametrize(("discount", "lam"), [(1.0, 1.0), (0.9, 0.7), (0.95, 0.0)])
@@ -41,3 +41,25 @@ def test_nothing_written_gives_zeros() -> None:
     zeros = torch.zeros(3)
     got = gae(zeros + 1, zeros + 1, zeros.bool(), zeros.long(), 1, discount=1.0, gae_lambda=1.0)
     assert got.advantage_T.tolist() == [0.0] * 3
+
+
+def alone(value: torch.Tensor) -> torch.Tensor:
+    """What one rank alone sums over ranks."""
+    return value
+
+
+def test_whitened_values_have_mean_0_and_deviation_1() -> None:
+    got = whiten(torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64), alone)
+    assert got.tolist() == pytest.approx([-2 / (14 / 3) ** 0.5, -1 / (14 / 3) ** 0.5, 3 / (14 / 3) ** 0.5])
+
+
+def test_whitening_over_ranks_is_that_of_all_tokens() -> None:
+    parts = [torch.tensor([1.0, 2.0], dtype=torch.float64), torch.tensor([6.0], dtype=torch.float64)]
+    whole = whiten(torch.cat(parts), alone)
+    seen = iter([torch.tensor([3.0, 9.0]), torch.tensor(14.0)])  # tokens and total; squares about the mean
+    assert whiten(parts[1], lambda _: next(seen).double()).tolist() == pytest.approx(whole[2:].tolist())
+
+
+@pytest.mark.parametrize("values", [[], [0.3], [0.1] * 7, [1e6, 1e6 + 0.5]])
+def test_equal_values_become_0_and_not_noise(values: list[float]) -> None:
+    assert not whiten(torch.tensor(values, dtype=torch.float64), alone).any()

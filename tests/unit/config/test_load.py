@@ -159,7 +159,7 @@ def test_every_fault_is_listed_with_key_line_rule_and_value(tmp_path: Path) -> N
         ("actor: {optmizer: {lr: 1}}", "actor.optmizer (line 13): unknown key; did you mean actor.optimizer?"),
         ("rolout: {port: 1}", "rolout (line 13): unknown key; did you mean rollout?"),
         ("actor: {path: x}", "actor.path (line 13): unknown key; here it is model.path"),
-        ("actor: {kl_ctl: 0.1}", "actor.kl_ctl (line 13): unknown key: there is no KL term"),
+        ("actor: {kl_ctl: 0.1}", "actor.kl_ctl (line 13): unknown key; here it is ref.kl_coef"),
         ("max_head_offpolicyness: 2", "unknown key; did you mean rollout.max_head_offpolicyness?"),
         ("actor: {optimizer: {warmup_steps_proportion: 0.1}}", "here it is actor.optimizer.warmup_steps"),
         ("total_train_epochs: 3", "here it is total_train_steps (steps = epochs x prompts / train_dataset.batch_size)"),
