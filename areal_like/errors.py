@@ -23,6 +23,10 @@ class ServerUnavailable(InfrastructureError):
     """One inference server did not answer in time, refused the connection or died."""
 
 
+class ServerBusy(ServerUnavailable):
+    """The server answers, and asks to come back later (503, 429): no failure of it."""
+
+
 class NoServerAvailable(InfrastructureError):
     """No server of the pool is in rotation within the deadline."""
 

@@ -20,10 +20,12 @@ from areal_like.api.weights import TransportKind
 from areal_like.config.experiment import ExperimentConfig
 from areal_like.config.paths import RunPaths
 from areal_like.errors import ConfigError
+from areal_like.inference.backends import ENGINES
 from areal_like.rollout.datasets import read_jsonl
 from areal_like.rollout.plugins import check_workflow, import_callable
 from areal_like.weights.segments import segment_directory
 from launcher.devices import Machine, this_machine
+from launcher.engines import check_capabilities, engine_environment
 from launcher.model_files import ModelFacts, inspect_model
 from launcher.processes import compute_threads, gpus_wanted, plan_processes
 from launcher.run_directory import check_run_directory
@@ -102,16 +104,23 @@ class _Gathered:
 def check_backend(config: ExperimentConfig, machine: Machine) -> None:
     """The engines are built, and the devices that were asked for exist."""
     spec = config.rollout.spec
-    if spec.name != "embedded":
-        raise ConfigError(f"rollout.backend: {config.rollout.backend!r} is not built yet; use embedded:d{spec.data}")
-    if spec.world_size != spec.data or spec.expert != 1:
+    if spec.name == "embedded" and (spec.world_size != spec.data or spec.expert != 1):
         raise ConfigError(
             f"rollout.backend: {config.rollout.backend!r}: an embedded server computes on one device; "
             f"use embedded:d{spec.data}"
         )
+    check_engine(config)
     for key, device in (("rollout.device", config.rollout.device), ("actor.device", config.actor.device)):
         if device == "cuda" and machine.gpus == 0:
             raise ConfigError(f"{key}: 'cuda' was asked for, and torch can use no GPU here; use auto or cpu")
+
+
+def check_engine(config: ExperimentConfig) -> None:
+    """The engine's environment is there, and its version can do what is asked; of servers of others they are asked."""
+    if config.rollout.spec.name not in ENGINES or config.rollout.servers:
+        return
+    python, version = engine_environment(config)
+    check_capabilities(config, version, where=python)
 
 
 def check_plugins(config: ExperimentConfig) -> None:

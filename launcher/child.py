@@ -26,20 +26,21 @@ _PARENT_POLL = 1.0
 _ORPHANED = 128 + signal.SIGKILL
 
 
-def die_with_parent() -> None:
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     """Make sure this process does not outlive the controller, whatever kills that: call it before heavy imports.
 
-    On Linux the kernel sends SIGKILL when the *thread* that started this process ends, which is the controller's
+    ``number``: a role that has children of its own asks for SIGTERM, and ends them.
+    On Linux the kernel sends it when the *thread* that started this process ends, which is the controller's
     main thread. Elsewhere a daemon thread watches the parent's id.
     """
     expected = int(os.environ.get(PARENT_VARIABLE, "0")) or os.getppid()
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-            number = ctypes.get_errno()
-            raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
+        if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
     else:
-        threading.Thread(target=_watch_parent, args=(expected,), name="parent-watch", daemon=True).start()
+        threading.Thread(target=_watch_parent, args=(expected, number), name="parent-watch", daemon=True).start()
     if os.getppid() != expected:  # it died in between: no signal will come
         os._exit(_ORPHANED)
 
@@ -56,7 +57,10 @@ def run_token() -> str:
     return token
 
 
-def _watch_parent(expected: int) -> None:
+def _watch_parent(expected: int, number: signal.Signals) -> None:
     while os.getppid() == expected:
         time.sleep(_PARENT_POLL)
+    if number != signal.SIGKILL:
+        os.kill(os.getpid(), number)
+        return
     os._exit(_ORPHANED)

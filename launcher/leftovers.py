@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 import tempfile
 from pathlib import Path
 
-from areal_like.weights.segments import remove_segments
+from areal_like.weights.segments import remove_segments, segment_directory
 
 #: a Unix socket's whole path must fit into 107 bytes; this much is left for the folder
 _LONGEST_SOCKET_FOLDER = 70
@@ -34,6 +35,38 @@ def sweep(run_id: str) -> None:
         for folder in Path(base).glob(f"{_socket_prefix(run_id)}*"):
             shutil.rmtree(folder, ignore_errors=True)
     remove_segments(run_id)
+
+
+def sweep_engine_memory(since: float) -> None:
+    """Remove Python shared-memory blocks made after ``since`` (seconds of the epoch) that no process maps any more.
+
+    An engine that is killed leaves them (``/dev/shm/psm_*``): its resource tracker dies with it.
+    """
+    made = [path for path in segment_directory().glob("psm_*") if _made_after(path, since)]
+    mapped = _mapped_blocks() if made else frozenset()
+    for path in made:
+        if path.name not in mapped:
+            path.unlink(missing_ok=True)
+
+
+def _made_after(path: Path, since: float) -> bool:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return False
+    return status.st_uid == os.geteuid() and status.st_ctime >= since
+
+
+def _mapped_blocks() -> frozenset[str]:
+    """Names of the blocks that some process of ours maps (Linux)."""
+    found: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            lines = maps.read_text(errors="replace").splitlines()
+        except OSError:  # it has ended, or belongs to another user, whose blocks are not ours
+            continue
+        found.update(Path(line.split(maxsplit=5)[-1]).name for line in lines if "/psm_" in line)
+    return frozenset(found)
 
 
 def _socket_prefix(run_id: str) -> str:

@@ -15,6 +15,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from typing import NoReturn, Self
 from areal_like.config.paths import RunPaths
 from areal_like.errors import ProcessDied
 from launcher.environment import child_environment
-from launcher.leftovers import make_socket_folder, sweep
+from launcher.leftovers import make_socket_folder, sweep, sweep_engine_memory
 
 #: lines of a dead process's log that its error shows
 _LAST_LINES = 20
@@ -94,6 +95,7 @@ class LocalLauncher:
         self._exited = asyncio.Event()
         self._killed = 0
         self._stopping = False
+        self._began = time.time()
         #: folder of mode 0700 for the run's ``ipc://`` sockets
         self.socket_folder = make_socket_folder(run_id)
 
@@ -106,9 +108,18 @@ class LocalLauncher:
         await self.stop()
 
     async def start(
-        self, role: str, index: int, spec: str, *, threads: int, environment: Mapping[str, str] | None = None
+        self,
+        role: str,
+        index: int,
+        spec: str,
+        *,
+        threads: int,
+        environment: Mapping[str, str] | None = None,
+        entry: str | None = None,
     ) -> RoleProcess:
         """Start one child. ``spec`` (JSON) goes into a file of mode 0600 that the child is told to read.
+
+        ``entry`` is the name by which ``launcher.roles`` knows its program, where it is not ``role``.
 
         Raises:
             ProcessDied: the interpreter could not be started, or the run is being stopped.
@@ -125,7 +136,7 @@ class LocalLauncher:
         with log.open("ab") as output:
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *self._command, role, str(spec_file),
+                    *self._command, entry or role, str(spec_file),
                     stdin=DEVNULL, stdout=output, stderr=output, env=variables, start_new_session=True,
                 )  # fmt: skip
             except OSError as error:
@@ -166,6 +177,7 @@ class LocalLauncher:
         finally:
             self._signal_groups(signal.SIGKILL)
             sweep(self.run_id)
+            sweep_engine_memory(self._began)
 
     def statistics(self) -> LauncherStatistics:
         running = sum(not child.ended for child in self._children)

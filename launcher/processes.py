@@ -21,6 +21,7 @@ class PlannedProcess:
         device: ``cpu`` or ``cuda:<number>`` as torch counts them in the whole run.
         threads: compute threads it gets.
         port: TCP port; 0: the system chooses; None: it listens on none.
+        more_devices: those besides ``device``, for a server that computes on several.
     """
 
     role: str
@@ -28,6 +29,11 @@ class PlannedProcess:
     device: str
     threads: int
     port: int | None = None
+    more_devices: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return (self.device, *self.more_devices)
 
     @property
     def name(self) -> str:
@@ -47,10 +53,13 @@ def plan_processes(config: ExperimentConfig, machine: Machine) -> tuple[PlannedP
             device=_device(on_gpu, i * server_gpus, machine),
             threads=config.rollout.threads,
             port=config.rollout.port + i if config.rollout.port else 0,
+            more_devices=tuple(
+                _device(on_gpu, i * server_gpus + place, machine) for place in range(1, server_gpus if on_gpu else 1)
+            ),
         )
-        for i in range(servers)
+        for i in range(0 if config.rollout.servers else servers)
     ]
-    first_rank_gpu = servers * server_gpus if on_gpu else 0
+    first_rank_gpu = servers * server_gpus if on_gpu and not config.rollout.servers else 0
     planned += [
         PlannedProcess(
             role=TRAIN,
@@ -70,7 +79,7 @@ def plan_processes(config: ExperimentConfig, machine: Machine) -> tuple[PlannedP
 def gpus_wanted(config: ExperimentConfig, machine: Machine) -> int:
     """GPUs the run would use if none were shared."""
     servers = config.rollout.spec.data * config.rollout.spec.devices_per_server
-    wanted = servers if _uses_gpu(config.rollout.device, machine) else 0
+    wanted = servers if _uses_gpu(config.rollout.device, machine) and not config.rollout.servers else 0
     return wanted + (config.actor.spec.world_size if _uses_gpu(config.actor.device, machine) else 0)
 
 

@@ -7,6 +7,7 @@ and register its address with the controller. Engines and torch are imported onl
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ from areal_like.observe.logs import setup_logging
 from launcher.child import die_with_parent, run_token
 
 INFERENCE = "inference"
+#: an inference server that is a program of its own; it registers as ``inference``
+ENGINE = "engine"
 TRAIN = "train"
 
 #: seconds the controller may take to answer a registration
@@ -36,7 +39,7 @@ class RoleSpec(BaseModel):
 
 def main(arguments: list[str]) -> int:
     """Play one role until it ends; returns the exit status."""
-    die_with_parent()
+    die_with_parent(signal.SIGTERM if arguments[:1] == [ENGINE] else signal.SIGKILL)
     if len(arguments) != 2 or arguments[0] not in _ROLES:
         sys.stderr.write(f"usage: python -m launcher.roles {{{','.join(_ROLES)}}} <spec file>\n")
         return 2
@@ -72,6 +75,13 @@ def _inference(spec: RoleSpec) -> None:
     run_server(InferenceServerSpec.model_validate_json(spec.part), run_token(), _registration(spec))
 
 
+def _engine(spec: RoleSpec) -> None:
+    from areal_like.inference.spec import EngineSpec
+    from launcher.engine_process import run_engine
+
+    run_engine(EngineSpec.model_validate_json(spec.part), run_token(), _registration(spec))
+
+
 def _train(spec: RoleSpec) -> None:
     from areal_like.train.spec import TrainWorkerSpec
     from areal_like.train.worker import run_worker
@@ -79,7 +89,7 @@ def _train(spec: RoleSpec) -> None:
     run_worker(TrainWorkerSpec.model_validate_json(spec.part), _registration(spec))
 
 
-_ROLES: dict[str, Callable[[RoleSpec], None]] = {INFERENCE: _inference, TRAIN: _train}
+_ROLES: dict[str, Callable[[RoleSpec], None]] = {INFERENCE: _inference, ENGINE: _engine, TRAIN: _train}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -15,7 +15,7 @@ from typing import Any
 import uvloop
 
 from areal_like.api.weights import CommitReceipt
-from areal_like.client.control import EmbeddedControl
+from areal_like.client.control import TellsDigest
 from areal_like.config.experiment import ExperimentConfig
 from areal_like.config.paths import RunPaths
 from areal_like.control.supervision import Stop, supervise
@@ -56,7 +56,7 @@ def evaluate_checkpoint(config: ExperimentConfig, *, run_id: str, live: bool | N
     Raises:
         ArealLikeError: what ended the evaluation.
     """
-    paths = RunPaths(root=RunPaths.of(config).root / "evaluations" / run_id)
+    paths = RunPaths(root=RunPaths.of(config).evaluations / run_id)
     paths.create()
     progress = RunProgress(1, live=live)
     setup_logging("controller", path=paths.logs / "controller.log", console=progress.console_log())
@@ -123,7 +123,7 @@ async def _serve_as_loaded(session: Session, serving: Serving) -> None:
     """Servers serve what they were started with: their own digest is the receipt."""
     for name in serving.pool.publication_targets():
         control = serving.pool.weight_server(name)
-        if not isinstance(control, EmbeddedControl):
+        if not isinstance(control, TellsDigest):
             raise ArealLikeError(f"{name}: its engine cannot tell what it serves")
         answer = await control.digest(timeout=_DIGEST_TIMEOUT)
         serving.pool.acknowledge(

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from areal_like.api.engine import InferenceEngine
 from areal_like.api.generation import GenerationHyperparameters
 from areal_like.api.workflow import RewardFunction, RolloutWorkflow, Tokenizer
-from areal_like.client.control import EmbeddedControl
 from areal_like.client.generation import RemoteEngine
 from areal_like.client.health import HealthPolicy
 from areal_like.client.pool import ServerPool
@@ -21,7 +20,6 @@ from areal_like.config.experiment import ExperimentConfig
 from areal_like.config.paths import RunPaths
 from areal_like.control.evaluation import EvaluationSettings, Evaluator
 from areal_like.control.registry import Registry
-from areal_like.inference.spec import InferenceServerSpec
 from areal_like.rollout.convert import to_trajectories
 from areal_like.rollout.datasets import read_jsonl
 from areal_like.rollout.plugins import build_workflow
@@ -30,6 +28,7 @@ from areal_like.rollout.tokenizer import load_tokenizer
 from areal_like.rpc.server import RpcServer
 from areal_like.train.spec import TrainWorkerSpec
 from launcher.devices import this_machine
+from launcher.engines import open_link, server_part, servers_token
 from launcher.local import LocalLauncher
 from launcher.processes import INFERENCE, TRAIN, PlannedProcess, plan_processes
 from launcher.roles import RoleSpec
@@ -61,11 +60,15 @@ class Session:
     def socket(self, name: str) -> str:
         return f"ipc://{self.launcher.socket_folder}/{name}"
 
-    async def start(self, planned: PlannedProcess, part: str) -> None:
-        """Start one planned process with the JSON spec of its part."""
+    async def start(self, planned: PlannedProcess, part: str, *, entry: str | None = None) -> None:
+        """Start one planned process with the JSON spec of its part; ``entry``: its program, if not that of its role."""
         spec = RoleSpec(role=planned.role, index=planned.index, controller_address=self.controller_address, part=part)
         await self.launcher.start(
-            planned.role, planned.index, spec.model_dump_json(), threads=planned.threads, environment={}
+            planned.role,
+            planned.index,
+            spec.model_dump_json(),
+            threads=planned.threads,
+            entry=entry,
         )
 
 
@@ -89,23 +92,10 @@ def planned(context: RunContext, role: str) -> list[PlannedProcess]:
 
 
 async def start_servers(session: Session) -> None:
-    """Start every inference server; they load while other processes do."""
-    config = session.context.config
+    """Start every inference server; they load while other processes do. None where others started them."""
     for process in planned(session.context, INFERENCE):
-        spec = InferenceServerSpec(
-            name=process.name,
-            model_path=config.model.path,
-            dtype=config.model.dtype,
-            attn_implementation=config.model.attn_implementation,
-            device=process.device,
-            host=config.rollout.host,
-            port=process.port or 0,
-            threads=process.threads,
-            max_batch_size=config.rollout.max_batch_size,
-            context_length=config.rollout.context_length,
-            seed=config.seed,
-        )
-        await session.start(process, spec.model_dump_json())
+        part = server_part(session.context.config, process)
+        await session.start(process, part.spec, entry=part.entry)
 
 
 async def start_trainer(session: Session, *, store_address: str) -> None:
@@ -119,6 +109,8 @@ async def start_trainer(session: Session, *, store_address: str) -> None:
             rendezvous=f"file://{session.launcher.socket_folder}/rendezvous",
             model=config.model,
             actor=config.actor,
+            critic=config.critic,
+            ref=config.ref,
             gconfig=config.gconfig,
             weights=config.weights,
             store_address=store_address,
@@ -145,18 +137,29 @@ async def open_serving(session: Session, tokenizer: Tokenizer) -> AsyncIterator[
 
     Raises:
         InfrastructureError: a server did not become ready in time.
+        ConfigError: the engine's version cannot do what the experiment asks.
     """
-    rollout, token = session.context.config.rollout, session.context.token
-    ready = await session.registry.expect(INFERENCE, rollout.spec.data, rollout.start_timeout)
+    config = session.context.config
+    rollout, token = config.rollout, servers_token(config, session.context.token)
+    addresses = await _server_addresses(session)
     eos = tokenizer.eos_token_id
     rules = TextRules(decode=tokenizer.decode, eos_token_ids=frozenset() if eos is None else frozenset({eos}))
     async with ServerPool(HealthPolicy(timeout=rollout.control_timeout)) as pool:
-        for server in ready:
-            name = f"{server.role}-{server.index}"
-            await pool.add(name, server.address, EmbeddedControl(name, server.address, token=token))
+        for name, url in addresses.items():
+            link = await open_link(config, name, url, token)
+            await pool.add(name, url, link.control, link.dialect)
         retry = RetryPolicy(retries=rollout.request_retries)
         async with RemoteEngine(pool, token=token, timeout=rollout.request_timeout, retry=retry, rules=rules) as engine:
             yield Serving(pool=pool, engine=engine)
+
+
+async def _server_addresses(session: Session) -> dict[str, str]:
+    """URLs by name: of our own servers once they are ready, or of those we were given."""
+    rollout = session.context.config.rollout
+    if rollout.servers:
+        return {f"{INFERENCE}-{i}": url for i, url in enumerate(rollout.servers)}
+    ready = await session.registry.expect(INFERENCE, rollout.spec.data, rollout.start_timeout)
+    return {f"{server.role}-{server.index}": server.address for server in ready}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar, runtime_checkable
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -53,6 +53,13 @@ class ServerControl(Protocol):
         ...
 
     async def aclose(self) -> None: ...
+
+
+@runtime_checkable
+class TellsDigest(Protocol):
+    """A control whose server can say what its live weights hold."""
+
+    async def digest(self, *, timeout: float) -> DigestAnswer: ...
 
 
 class EmbeddedControl:

@@ -18,11 +18,17 @@ from typing import Self
 from areal_like.api.generation import ModelRequest, ModelResponse, StopReason
 from areal_like.api.wire import GenerateBody, GenerateOutput
 from areal_like.client.pool import ServerPool
-from areal_like.client.poster import ConnectionBroken, Poster, ServerBusy
+from areal_like.client.poster import ConnectionBroken, Poster
 from areal_like.client.retry import RetryPolicy
 from areal_like.client.stitching import Draft, TextRules, extend_draft, start_draft
 from areal_like.client.task_scope import leave
-from areal_like.errors import InfrastructureError, NoServerAvailable, RequestError, ServerUnavailable
+from areal_like.errors import (
+    InfrastructureError,
+    NoServerAvailable,
+    RequestError,
+    ServerBusy,
+    ServerUnavailable,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

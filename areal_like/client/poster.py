@@ -12,7 +12,7 @@ import aiohttp
 from areal_like.api.wire import GenerateBody, GenerateOutput
 from areal_like.client.dialect import EMBEDDED, Dialect, HttpCall
 from areal_like.client.http_errors import error_message
-from areal_like.errors import RequestError, ServerUnavailable
+from areal_like.errors import RequestError, ServerBusy, ServerUnavailable
 
 #: below uvicorn's default of 5 s, so that a pooled connection is never closed by the server while we write into it
 KEEPALIVE_SECONDS = 3.0
@@ -26,10 +26,6 @@ _NOT_NOW = frozenset({408, 409, 425, 429, 503})
 
 class ConnectionBroken(ServerUnavailable):
     """No connection, or it ended in the middle of an answer: the server may be dead."""
-
-
-class ServerBusy(ServerUnavailable):
-    """The server answers, and asks to come back later (503, 429)."""
 
 
 class Poster:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from areal_like.api.weights import InterruptMode
 from areal_like.config.backend import BackendSpec, parse_backend
 from areal_like.config.section import Section
 
 ROLLOUT_BACKENDS = ("embedded", "vllm", "sglang")
+_URL = re.compile(r"https?://[^/\s]+")
 
 
 class RolloutConfig(Section):
@@ -31,10 +33,15 @@ class RolloutConfig(Section):
     record_batches: bool = Field(False, description="keep every training batch in batches/, for replay and debugging")
     max_batch_size: int = Field(256, ge=1, description="requests one embedded server decodes at once")
     context_length: int | None = Field(None, ge=2, description="longest sequence; default: the model's own limit")
+    python: str | None = Field(None, description="interpreter of the engine's own environment; vllm, sglang need one")
+    environment: dict[str, str] = Field(default_factory=dict, description="extra variables of the servers' processes")
+    servers: tuple[str, ...] = Field(
+        (), description="URLs of servers that somebody else started; none are started then"
+    )
     port: int = Field(0, ge=0, le=65535, description="first port of the servers; 0 lets the system choose")
     host: str = Field("127.0.0.1", description="address the servers bind to")
     threads: int = Field(1, ge=1, description="CPU threads of one server")
-    start_timeout: float = Field(120.0, gt=0, description="seconds a server may take to become healthy")
+    start_timeout: float = Field(300.0, gt=0, description="seconds a server may take to become healthy")
     control_timeout: float = Field(10.0, gt=0, description="seconds a server may take to answer a control call")
 
     @field_validator("backend")
@@ -42,6 +49,25 @@ class RolloutConfig(Section):
     def _backend_parses(cls, text: str) -> str:
         parse_backend(text, ROLLOUT_BACKENDS)
         return text
+
+    @field_validator("servers")
+    @classmethod
+    def _servers_are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        wrong = [url for url in urls if not _URL.fullmatch(url)]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} is no server's URL; write http://host:port without a path")
+        if len(set(urls)) != len(urls):
+            raise ValueError("names a server twice")
+        return urls
+
+    @model_validator(mode="after")
+    def _as_many_servers_as_the_backend_says(self) -> Self:
+        if self.servers and len(self.servers) != self.spec.data:
+            raise ValueError(
+                f"servers lists {len(self.servers)} URLs, and backend {self.backend!r} says {self.spec.data} servers; "
+                f"write d{len(self.servers)}"
+            )
+        return self
 
     @property
     def spec(self) -> BackendSpec:

@@ -8,14 +8,17 @@ import secrets
 from pathlib import Path
 
 from areal_like.config.load import load_config
-from areal_like.inference.spec import InferenceServerSpec
+from areal_like.inference.spec import EngineSpec, InferenceServerSpec
 from areal_like.observe.logs import setup_logging
 from launcher.checks import check_backend, check_ports
 from launcher.child import TOKEN_VARIABLE
 from launcher.devices import this_machine
+from launcher.engine_process import run_engine
+from launcher.engines import server_part
 from launcher.environment import thread_environment
 from launcher.model_files import inspect_model
 from launcher.processes import INFERENCE, plan_processes
+from launcher.roles import ENGINE
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -25,21 +28,9 @@ def run(arguments: argparse.Namespace) -> int:
     inspect_model(Path(config.model.path))
     check_ports(config.rollout.host, config.rollout.port, 1)
     planned = next(p for p in plan_processes(config, machine) if p.role == INFERENCE)
-    spec = InferenceServerSpec(
-        name=planned.name,
-        model_path=config.model.path,
-        dtype=config.model.dtype,
-        attn_implementation=config.model.attn_implementation,
-        device=planned.device,
-        host=config.rollout.host,
-        port=config.rollout.port,
-        threads=config.rollout.threads,
-        max_batch_size=config.rollout.max_batch_size,
-        context_length=config.rollout.context_length,
-        seed=config.seed,
-    )
-    setup_logging(spec.name)
-    os.environ.update(thread_environment(spec.threads))  # before torch is imported, which reads it once
+    part = server_part(config, planned)
+    setup_logging(planned.name)
+    os.environ.update(thread_environment(planned.threads))  # before torch is imported, which reads it once
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
 
     def announce(address: str) -> None:
@@ -47,7 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
         if TOKEN_VARIABLE not in os.environ:
             print(f"send the header  Authorization: Bearer {token}", flush=True)
 
+    if part.entry == ENGINE:
+        run_engine(EngineSpec.model_validate_json(part.spec), token, announce)
+        return 0
     from areal_like.inference.embedded.server import run_server
 
-    run_server(spec, token, announce)
+    run_server(InferenceServerSpec.model_validate_json(part.spec), token, announce)
     return 0

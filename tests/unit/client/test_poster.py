@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 
 from areal_like.api.wire import GenerateBody, SamplingBody
-from areal_like.client.poster import ConnectionBroken, Poster, ServerBusy, raise_open_file_limit
-from areal_like.errors import RequestError, ServerUnavailable
+from areal_like.client.poster import ConnectionBroken, Poster, raise_open_file_limit
+from areal_like.errors import RequestError, ServerBusy, ServerUnavailable
 
 BODY = GenerateBody(rid="r", input_ids=[1], sampling=SamplingBody(max_new_tokens=3))
 

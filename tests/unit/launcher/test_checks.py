@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,15 @@ def test_a_sound_experiment_passes_without_warnings(experiment: Experiment) -> N
     ("changes", "said"),
     [
         ({"model": {"path": "nowhere/model"}}, "model.path: nowhere/model does not exist"),
-        ({"rollout": {"backend": "vllm:d1"}}, "rollout.backend: 'vllm:d1' is not built yet; use embedded:d1"),
-        ({"rollout": {"backend": "sglang:d2t2"}}, "rollout.backend: 'sglang:d2t2' is not built yet; use embedded:d2"),
+        ({"rollout": {"backend": "vllm:d1"}}, "rollout.python: vllm runs in an environment of its own; name its"),
+        (
+            {"rollout": {"backend": "vllm:d1", "python": "nowhere/python"}},
+            "rollout.python: nowhere/python cannot be asked",
+        ),
+        (
+            {"rollout": {"backend": "vllm:d1", "python": sys.executable}},
+            "has no vllm; install it there, or `make engines`",
+        ),
         ({"rollout": {"backend": "embedded:d2t2"}}, "an embedded server computes on one device; use embedded:d2"),
         ({"rollout": {"device": "cuda"}}, "rollout.device: 'cuda' was asked for, and torch can use no GPU here"),
         ({"actor": {"device": "cuda"}}, "actor.device: 'cuda' was asked for"),
@@ -69,7 +77,7 @@ def test_every_fault_is_in_the_one_message(experiment: Experiment) -> None:
     first, *listed = text.splitlines()
     assert first == "3 faults"
     assert [line.split(":")[0].split(" '")[0].strip() for line in listed] == [
-        "rollout.backend",
+        "rollout.python",
         "model.path",
         "workflow",
     ]

@@ -1,0 +1,300 @@
+"""Control of one vLLM server through its own RL interface, and our weight-transfer engine in its workers.
+
+An update:
+
+    start, update{stage} --> workers fetch and verify in the background, generation goes on --> status: staged
+    pause (by mode) --> finish (load, refresh tied heads) + label --> status: applied --> resume
+
+Nothing touches the live weights before the pause. If ``finish`` fails, the workers say whether it had begun to load: if
+not, the server runs on as it was; if so, it stays paused and leaves the rotation, and the next whole update mends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from areal_like.api.weights import CommitReceipt, InterruptMode, Manifest
+from areal_like.api.wire import DigestAnswer, HealthAnswer, PauseAnswer, StageAnswer
+from areal_like.errors import (
+    ArealLikeError,
+    RequestError,
+    ServerUnavailable,
+    StaleCommand,
+    WeightUpdateError,
+)
+from areal_like.inference.backends.epoch import ServerEpoch
+from areal_like.inference.backends.http_control import EngineHttp
+from areal_like.inference.backends.labels import version_label
+from areal_like.inference.backends.vllm_dialect import internal_id
+
+#: seconds between two looks at a staging: first, and at most
+_FIRST_LOOK, _LONGEST_LOOK = 0.01, 0.2
+#: seconds for putting things right after a call that failed
+_MEND_TIMEOUT = 10.0
+#: pause calls by mode where the server reports spans...
+_PAUSES = {
+    InterruptMode.KEEP: "/pause?mode=keep&clear_cache=false",  # running requests go on on their old KV
+    InterruptMode.RECOMPUTE: "/pause?mode=keep",  # it preempts them, and recomputes their KV under the new weights
+    InterruptMode.DRAIN: "/pause?mode=wait",
+}
+#: ...and where it does not: what runs is cut, and resubmitted by the client
+_CUTTING = {**_PAUSES, InterruptMode.RECOMPUTE: "/pause?mode=abort"}
+
+
+class WorkerStatus(BaseModel):
+    """What one worker says of its weights (``areal_like.inference.vllm_plugin.worker``)."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    state: str
+    error: str
+    incarnation: int
+    version: int
+    digest: str
+    staged_incarnation: int
+    staged_version: int
+    bytes: int
+    seconds: float
+    damaged: bool
+
+
+class VllmControl:
+    """:class:`areal_like.client.control.ServerControl`."""
+
+    def __init__(self, name: str, url: str, epoch: ServerEpoch, *, token: str, spans: bool) -> None:
+        self._name = name
+        self._http = EngineHttp(name, url, token=token)
+        self._epoch = epoch
+        self._pauses = _PAUSES if spans else _CUTTING
+        self._newest_incarnation = -1
+        self._context_length = 0
+
+    async def health(self, *, timeout: float) -> HealthAnswer:
+        """Asks the workers, too: the API server alone answers 200 while its engine hangs."""
+        deadline = time.monotonic() + timeout
+        await self._http.text("GET", "/health", timeout=timeout)
+        status = await self._status(timeout=max(deadline - time.monotonic(), 0.1))
+        load = await self._load(timeout=max(deadline - time.monotonic(), 0.1))
+        paused = await self._http.get("/is_paused", timeout=max(deadline - time.monotonic(), 0.1))
+        return HealthAnswer(
+            status="ok",
+            version=status.version,
+            incarnation=status.incarnation,
+            paused=bool(paused and paused.get("is_paused")),
+            in_flight=load[0],
+            queued=load[1],
+            context_length=await self._ask_context_length(timeout=max(deadline - time.monotonic(), 0.1)),
+        )
+
+    async def digest(self, *, timeout: float) -> DigestAnswer:
+        """What the workers loaded last. Before any update they hold what they were started with, and have no digest."""
+        status = await self._status(timeout=timeout)
+        self._epoch.end(max(status.incarnation, 0), max(status.version, 0))
+        return DigestAnswer(version=max(status.version, 0), digest=status.digest)
+
+    async def pause(self, *, incarnation: int, mode: InterruptMode, timeout: float) -> PauseAnswer:
+        self._refuse_older(incarnation)
+        await self._http.post(self._pauses[mode], timeout=timeout)
+        return await self._pause_answer(paused=True)
+
+    async def resume(self, *, incarnation: int, timeout: float) -> PauseAnswer:
+        """Raises WeightUpdateError where the live weights are half of one version: resuming would end the server."""
+        self._refuse_older(incarnation)
+        if (await self._status(timeout=timeout)).damaged:
+            raise WeightUpdateError(f"{self._name}: its weights are half-loaded; only a whole update can mend it")
+        await self._http.post("/resume", timeout=timeout)
+        return await self._pause_answer(paused=False)
+
+    async def stage(self, manifest: Manifest, *, timeout: float) -> StageAnswer:
+        """Workers fetch and verify ``manifest`` beside the live weights.
+
+        Raises:
+            WeightUpdateError: a tensor is missing, unknown, misshapen or damaged (it is named).
+            StaleCommand: the workers have a newer version.
+            ServerUnavailable: no answer in time.
+        """
+        started = time.monotonic()
+        self._refuse_older(manifest.incarnation)
+        try:
+            async with asyncio.timeout(timeout):
+                await self._begin_update(manifest, timeout=timeout)
+                status = await self._until_staged(manifest, timeout=timeout)
+        except TimeoutError:
+            raise ServerUnavailable(f"{self._name}: version {manifest.version} not staged in {timeout:g} s") from None
+        self._newest_incarnation = max(self._newest_incarnation, manifest.incarnation)
+        return StageAnswer(version=manifest.version, bytes=status.bytes, seconds=time.monotonic() - started)
+
+    async def commit(self, *, version: int, incarnation: int, mode: InterruptMode, timeout: float) -> CommitReceipt:
+        """Swap the staged version in.
+
+        Raises:
+            WeightUpdateError: it is not staged, or loading failed.
+            StaleCommand: a newer version was committed.
+            ServerUnavailable: no answer in time; a drain that overruns is withdrawn.
+        """
+        self._refuse_older(incarnation)
+        if (incarnation, version) < self._epoch.known:
+            raise StaleCommand(f"{self._name}: commit of {version} after {self._epoch.version}")
+        before = await self._status(timeout=timeout)
+        if before.state == "applied" and (before.incarnation, before.version) == (incarnation, version):
+            return self._receipt(before, seconds_paused=0.0, interrupted=0)
+        if before.state != "staged" or (before.staged_incarnation, before.staged_version) != (incarnation, version):
+            raise WeightUpdateError(f"{self._name}: commit of version {version}: {_told(before)}; stage it first")
+        in_flight, queued = await self._load(timeout=timeout)
+        started = time.monotonic()
+        self._epoch.begin()
+        status = await self._swap(incarnation, version, mode, timeout=timeout)
+        self._epoch.end(incarnation, version)
+        interrupted = 0 if mode is InterruptMode.DRAIN else in_flight + queued
+        return self._receipt(status, seconds_paused=time.monotonic() - started, interrupted=interrupted)
+
+    async def abort(self, rids: Sequence[str], *, timeout: float) -> int:
+        """vLLM counts the ids that it was given; those that had ended are among them."""
+        ids = [internal_id(rid) for rid in rids]
+        answer = await self._http.post("/abort_requests", {"request_ids": ids}, timeout=timeout)
+        return int((answer or {}).get("aborted", 0))
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    # -- one update --
+
+    async def _begin_update(self, manifest: Manifest, *, timeout: float) -> None:
+        before = await self._status(timeout=timeout)
+        if (manifest.incarnation, manifest.version) < (before.incarnation, before.version):
+            raise StaleCommand(f"{self._name}: stage of {manifest.version}, and its workers hold {before.version}")
+        await self._rpc("areal_like_discard", timeout=timeout)  # of an update that somebody broke off
+        await self._weights("/start_weight_update", None, timeout=timeout)
+        body = {"update_info": {"op": "stage", "manifest": manifest.model_dump_json()}}
+        await self._weights("/update_weights", body, timeout=timeout)
+
+    async def _until_staged(self, manifest: Manifest, *, timeout: float) -> WorkerStatus:
+        """A call that waits would hold up generation inside the engine: short questions do not."""
+        pause = _FIRST_LOOK
+        while True:
+            status = await self._status(timeout=timeout)
+            if status.state == "failed":
+                raise WeightUpdateError(f"{self._name}: {status.error}")
+            if status.state == "staged" and status.staged_version == manifest.version:
+                await self._weights("/update_weights", {"update_info": {"op": "wait"}}, timeout=timeout)
+                return status
+            if status.state != "staging":
+                raise WeightUpdateError(f"{self._name}: version {manifest.version} is not staged: {_told(status)}")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_LOOK)
+
+    async def _swap(self, incarnation: int, version: int, mode: InterruptMode, *, timeout: float) -> WorkerStatus:
+        """Pause, load, label, check, resume. Whatever fails before loading began is undone."""
+        deadline = time.monotonic() + timeout
+        try:
+            await self._http.post(self._pauses[mode], timeout=timeout)
+            label = {"weight_version": version_label(incarnation, version)}
+            await self._http.post("/finish_weight_update", label, timeout=max(deadline - time.monotonic(), 0.1))
+            status = await self._status(timeout=max(deadline - time.monotonic(), 0.1))
+            if status.state != "applied" or (status.incarnation, status.version) != (incarnation, version):
+                raise WeightUpdateError(f"version {version} was not loaded: {_told(status)}")
+        except (ArealLikeError, asyncio.CancelledError) as error:
+            told = await self._undo()
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            raise WeightUpdateError(f"{self._name}: commit of version {version}: {error}; {told}") from error
+        await self._http.post("/resume", timeout=max(deadline - time.monotonic(), _MEND_TIMEOUT))
+        return status
+
+    async def _undo(self) -> str:
+        """Resume a server whose update failed, if its weights are whole; what was done, in words."""
+        with suppress(ArealLikeError):
+            status = await self._status(timeout=_MEND_TIMEOUT)
+            if status.damaged or status.state == "applied":
+                return "it stays paused, since it is not at the published version"
+            await self._http.post("/resume", timeout=_MEND_TIMEOUT)
+            self._epoch.withdraw()
+            return "it runs on with the weights it had"
+        return "and it does not answer any more"
+
+    # -- small questions --
+
+    async def _status(self, *, timeout: float) -> WorkerStatus:
+        """The workers' common answer.
+
+        Raises:
+            ServerUnavailable: no answer, or workers disagree.
+        """
+        answers = await self._rpc("areal_like_status", timeout=timeout)
+        try:
+            found = [WorkerStatus.model_validate(answer) for answer in answers]
+        except ValidationError as error:
+            raise ServerUnavailable(f"{self._name}: a worker's status breaks its schema: {error}") from error
+        if not found:
+            raise ServerUnavailable(f"{self._name}: no worker answered")
+        unlike = [s for s in found if s.state == "failed" or s.damaged] or [s for s in found if s.state == "staging"]
+        return unlike[0] if unlike else min(found, key=lambda s: (s.incarnation, s.version))
+
+    async def _rpc(self, method: str, *, timeout: float) -> list[Mapping[str, Any]]:
+        try:
+            answer = await self._http.post("/collective_rpc", {"method": method, "timeout": timeout}, timeout=timeout)
+        except RequestError as error:
+            raise ServerUnavailable(
+                f"{error}; vLLM must run with VLLM_SERVER_DEV_MODE=1 and the flags that `areal-like plan` shows"
+            ) from error
+        return list((answer or {}).get("results") or ())
+
+    async def _weights(self, path: str, body: Any, *, timeout: float) -> None:
+        """A step of an update before the pause: whatever it answers, the live weights are untouched."""
+        try:
+            await self._http.post(path, body, timeout=timeout)
+        except (RequestError, ServerUnavailable) as error:
+            raise WeightUpdateError(str(error)) from error
+
+    async def _load(self, *, timeout: float) -> tuple[int, int]:
+        """Requests that run and that wait, from the server's metrics."""
+        text = await self._http.text("GET", "/metrics", timeout=timeout)
+        return _gauge(text, "vllm:num_requests_running"), _gauge(text, "vllm:num_requests_waiting")
+
+    async def _ask_context_length(self, *, timeout: float) -> int:
+        if not self._context_length:
+            models = await self._http.get("/v1/models", timeout=timeout)
+            try:
+                self._context_length = int(models["data"][0]["max_model_len"])
+            except (LookupError, TypeError, ValueError) as error:
+                raise ServerUnavailable(f"{self._name}: /v1/models tells no max_model_len: {models}") from error
+        return self._context_length
+
+    async def _pause_answer(self, *, paused: bool) -> PauseAnswer:
+        in_flight, _ = await self._load(timeout=_MEND_TIMEOUT)
+        return PauseAnswer(paused=paused, in_flight=in_flight, version=max(self._epoch.version, 0))
+
+    def _receipt(self, status: WorkerStatus, *, seconds_paused: float, interrupted: int) -> CommitReceipt:
+        return CommitReceipt(
+            server=self._name,
+            incarnation=status.incarnation,
+            version=status.version,
+            digest=status.digest,
+            bytes=status.bytes,
+            seconds_staged=status.seconds,
+            seconds_paused=seconds_paused,
+            interrupted_requests=interrupted,
+        )
+
+    def _refuse_older(self, incarnation: int) -> None:
+        if incarnation < self._newest_incarnation:
+            raise StaleCommand(
+                f"{self._name}: a call of incarnation {incarnation}, after one of {self._newest_incarnation}"
+            )
+
+
+def _told(status: WorkerStatus) -> str:
+    error = f" ({status.error})" if status.error else ""
+    return f"its workers are {status.state}{error}, staged {status.staged_version}, loaded {status.version}"
+
+
+def _gauge(metrics: str, name: str) -> int:
+    """The sum of a gauge over its labels in Prometheus' text form; 0 where it is missing."""
+    values = (line.rpartition(" ")[2] for line in metrics.splitlines() if line.startswith((f"{name} ", f"{name}{{")))
+    return int(sum(map(float, values)))

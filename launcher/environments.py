@@ -1,0 +1,37 @@
+"""Python environments besides our own: is an engine installed there, and in which version."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+
+from areal_like.errors import ConfigError
+
+#: seconds an interpreter may take to name a version; nothing heavy is imported
+_TIMEOUT = 60.0
+_QUESTION = """
+import importlib.metadata, sys
+for name in sys.argv[1:]:
+    try:
+        print(importlib.metadata.version(name))
+        break
+    except importlib.metadata.PackageNotFoundError:
+        pass
+"""
+
+
+def installed_version(python: str, packages: Sequence[str]) -> str:
+    """The version of the first of ``packages`` that is installed in the environment of ``python``; empty if none is.
+
+    Raises:
+        ConfigError: ``python`` is no interpreter that answers.
+    """
+    try:
+        answer = subprocess.run(
+            [python, "-I", "-c", _QUESTION, *packages], capture_output=True, text=True, timeout=_TIMEOUT, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"rollout.python: {python} cannot be asked for versions: {error}") from error
+    if answer.returncode != 0:
+        raise ConfigError(f"rollout.python: {python} is no usable interpreter: {answer.stderr.strip()[-300:]}")
+    return answer.stdout.strip()
