@@ -4,11 +4,14 @@ Legend: ``_T`` target tokens, ``_C`` tokens of one chunk, ``_D`` hidden size, ``
 
 The distribution is the one sampled from: logits / temperature, with banned ids removed. Products are taken in the
 head's dtype, as the inference engines do; everything after the product is float32 (float64 for float64 inputs).
+On CUDA, where Triton is installed, two kernels do what follows the product (:mod:`areal_like.algo.vocab_kernels`).
 """
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +20,9 @@ from torch.autograd.function import once_differentiable
 
 #: stands in for -inf: exp of it is exactly 0, and 0 times it is 0 rather than NaN
 _BANNED_LOGIT = -1e30
+#: tokens of one chunk: a GPU needs long products to be busy, and adds to the head's gradient once per chunk
+_CHUNK_TOKENS = {"cuda": 4096}
+_CHUNK_TOKENS_ELSEWHERE = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +83,8 @@ def chunked_logprobs(
     bias_V: Tensor | None = None,
     temperature: float = 1.0,
     ban: StopBan | None = None,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int | None = None,
+    fused: bool | None = None,
 ) -> LogProbs:
     """Log-probs and entropy of ``target_T`` under softmax((hidden · headᵀ + bias) / temperature).
 
@@ -89,15 +96,27 @@ def chunked_logprobs(
         head_VD: float [V, D], a plain (unsharded) tensor of the same dtype.
         target_T: int64 [T].
         bias_V: float [V] or None.
+        chunk_tokens: None takes what suits the device.
+        fused: whether the Triton kernels are used; None: on CUDA, where Triton is installed.
     """
+    if chunk_tokens is None:
+        chunk_tokens = _CHUNK_TOKENS.get(hidden_TD.device.type, _CHUNK_TOKENS_ELSEWHERE)
+    if fused is None:
+        fused = hidden_TD.is_cuda and hidden_TD.dtype != torch.float64 and _has_triton()
     if hidden_TD.shape[0] != target_T.shape[0]:
         raise ValueError(f"hidden states {tuple(hidden_TD.shape)} and targets {tuple(target_T.shape)} must agree in T")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
-    logprob_T, entropy_T = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
+    function = _FusedLogProbs if fused else _ChunkedLogProbs
+    logprob_T, entropy_T = function.apply(  # type: ignore[no-untyped-call]
         hidden_TD, head_VD, bias_V, target_T, ban, _checked(temperature), chunk_tokens
     )
     return LogProbs(logprob_T=logprob_T, entropy_T=entropy_T)
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _checked(temperature: float) -> float:
@@ -137,16 +156,19 @@ class _ChunkedLogProbs(torch.autograd.Function):
             del logits_CV
         ctx.save_for_backward(hidden_TD, head_VD, bias_V, target_T, lse_T, entropy_T)
         ctx.ban, ctx.temperature, ctx.chunk = ban, temperature, chunk
+        ctx.set_materialize_grads(False)
         return logprob_T, entropy_T
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprob_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_logprob_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
+        """A gradient that is None was not asked for: the usual case of the entropy, and cheaper."""
         hidden_TD, head_VD, bias_V, target_T, lse_T, entropy_T = ctx.saved_tensors
+        if grad_logprob_T is None:
+            grad_logprob_T = torch.zeros_like(lse_T)
         grad_hidden_TD = torch.empty_like(hidden_TD)
         grad_head_VD = torch.zeros_like(head_VD)
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
-        with_entropy = bool(torch.any(grad_entropy_T != 0))
         for start in range(0, hidden_TD.shape[0], ctx.chunk):
             part = slice(start, min(start + ctx.chunk, hidden_TD.shape[0]))
             logp_CV = _chunk_logits(hidden_TD[part], head_VD, bias_V, ctx.temperature, ctx.ban, part)
@@ -155,7 +177,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 logp_CV,
                 target_T[part],
                 grad_logprob_T[part],
-                grad_entropy_T[part] if with_entropy else None,
+                None if grad_entropy_T is None else grad_entropy_T[part],
                 entropy_T[part],
             )
             del logp_CV
@@ -168,6 +190,79 @@ class _ChunkedLogProbs(torch.autograd.Function):
         return grad_hidden_TD, grad_head_VD, grad_bias_V, None, None, None, None
 
 
+class _FusedLogProbs(torch.autograd.Function):
+    """The same by two kernels, which hold one chunk of logits in the head's dtype and nothing else of that size."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: Tensor,
+        head_VD: Tensor,
+        bias_V: Tensor | None,
+        target_T: Tensor,
+        ban: StopBan | None,
+        temperature: float,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        from areal_like.algo.vocab_kernels import softmax_figures
+
+        rows = hidden_TD.shape[0]
+        ban_V = _ban_mask(ban, head_VD)
+        logprob_T, entropy_T, lse_T = (
+            torch.empty(rows, dtype=torch.float32, device=hidden_TD.device) for _ in range(3)
+        )
+        for start in range(0, rows, chunk):
+            part = slice(start, min(start + chunk, rows))
+            logits_CV = torch.mm(hidden_TD[part], head_VD.t())
+            active_C = None if ban is None else ban.active_T[part]
+            found = softmax_figures(logits_CV, target_T[part], temperature, bias_V, ban_V, active_C)
+            logprob_T[part], entropy_T[part], lse_T[part] = found
+            del logits_CV
+        ctx.save_for_backward(hidden_TD, head_VD, bias_V, target_T, lse_T, entropy_T)
+        ctx.ban, ctx.ban_V, ctx.temperature, ctx.chunk = ban, ban_V, temperature, chunk
+        ctx.set_materialize_grads(False)
+        return logprob_T, entropy_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprob_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
+        from areal_like.algo.vocab_kernels import softmax_gradient_
+
+        hidden_TD, head_VD, bias_V, target_T, lse_T, entropy_T = ctx.saved_tensors
+        grad_logprob_T = torch.zeros_like(lse_T) if grad_logprob_T is None else grad_logprob_T.contiguous()
+        grad_entropy_T = None if grad_entropy_T is None else grad_entropy_T.contiguous()
+        grad_hidden_TD = torch.empty_like(hidden_TD)
+        grad_head_VD = torch.zeros_like(head_VD)
+        grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
+        for start in range(0, hidden_TD.shape[0], ctx.chunk):
+            part = slice(start, min(start + ctx.chunk, hidden_TD.shape[0]))
+            grad_CV = softmax_gradient_(
+                torch.mm(hidden_TD[part], head_VD.t()),
+                target_T[part],
+                lse_T[part],
+                entropy_T[part],
+                grad_logprob_T[part],
+                None if grad_entropy_T is None else grad_entropy_T[part],
+                ctx.temperature,
+                bias_V,
+                ctx.ban_V,
+                None if ctx.ban is None else ctx.ban.active_T[part],
+            )
+            torch.mm(grad_CV, head_VD, out=grad_hidden_TD[part])
+            grad_head_VD.addmm_(grad_CV.t(), hidden_TD[part])
+            if grad_bias_V is not None:
+                grad_bias_V += grad_CV.sum(0)
+            del grad_CV
+        return grad_hidden_TD, grad_head_VD, grad_bias_V, None, None, None, None
+
+
+def _ban_mask(ban: StopBan | None, head_VD: Tensor) -> Tensor | None:
+    """uint8 [V], 1 at banned ids."""
+    if ban is None:
+        return None
+    return torch.zeros(head_VD.shape[0], dtype=torch.uint8, device=head_VD.device).index_fill_(0, ban.ids_K, 1)
+
+
 def _chunk_logits(
     hidden_CD: Tensor, head_VD: Tensor, bias_V: Tensor | None, temperature: float, ban: StopBan | None, part: slice
 ) -> Tensor:
@@ -178,9 +273,9 @@ def _chunk_logits(
     logits_CV = _upcast(logits_CV)
     if temperature != 1.0:
         logits_CV.div_(temperature)
-    if ban is not None:
-        active_C = ban.active_T[part].nonzero()
-        logits_CV[active_C, ban.ids_K] = _BANNED_LOGIT
+    if ban is not None:  # without asking the device how many are banned: that would wait for it
+        allowed_CK = logits_CV.index_select(1, ban.ids_K)
+        logits_CV.index_copy_(1, ban.ids_K, allowed_CK.masked_fill_(ban.active_T[part, None], _BANNED_LOGIT))
     return logits_CV
 
 

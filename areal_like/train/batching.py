@@ -45,6 +45,7 @@ class MicroBatch:
         behave_T, advantage_T: float [T].
         version_T, row_T: int64 [T].
         stop_ban_T: bool [T], true where stop tokens were banned, or None where nothing is.
+        written_B: targets of every row, on the host.
         rows: number of rows; 0 in an empty micro-batch, whose ``input_ids`` hold one token that nothing is read from.
     """
 
@@ -59,6 +60,7 @@ class MicroBatch:
     version_T: Tensor
     row_T: Tensor
     stop_ban_T: Tensor | None
+    written_B: tuple[int, ...]
     rows: int
 
 
@@ -96,8 +98,12 @@ def build_micro_batch(
     ids[flat_N[kept_N]] = tokens_N[kept_N]
     banned_N = _answer_start(written_N, column_N) < min_new_tokens if min_new_tokens > 0 else None
 
+    to_cuda = torch.device(device).type == "cuda"
+
     def tensor(array: Array, as_dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=as_dtype)
+        found = torch.from_numpy(np.ascontiguousarray(array)).to(as_dtype)
+        # from pinned memory the copy is only queued; from any other the host would wait for all work before it
+        return found.pin_memory().to(device, non_blocking=True) if to_cuda else found
 
     return MicroBatch(
         input_ids=tensor(ids.reshape(1 if packed else len(inputs_B), -1), torch.int64),
@@ -111,6 +117,7 @@ def build_micro_batch(
         version_T=tensor(_joined(rows, "versions", np.int64)[written_N], torch.int64),
         row_T=tensor(row_N[written_N], torch.int64),
         stop_ban_T=None if banned_N is None else tensor(banned_N[written_N], torch.bool),
+        written_B=tuple(np.bincount(row_N[written_N], minlength=len(rows))[: len(rows)].tolist()),
         rows=len(rows),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -22,12 +22,21 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msg
 
 
 def write_checkpoint(
-    directory: Path, tensors: Iterable[tuple[str, Tensor]], *, config: Any, source: Path, shard_bytes: int = SHARD_BYTES
+    directory: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    config: Any,
+    source: Path,
+    shard_bytes: int = SHARD_BYTES,
+    also: Callable[[Path], object] | None = None,
 ) -> Path:
     """Write weights, ``config`` (a transformers config) and the other files of ``source`` into ``directory``.
 
     Everything is written into a folder beside it, flushed, and renamed; what ``directory`` held before is gone then.
     Holds at most ``shard_bytes`` of tensors at a time.
+
+    Args:
+        also: writes more into the folder it is given, before that takes its place.
     """
     directory = directory.absolute()
     aside = directory.with_name(f".{directory.name}.{uuid4().hex[:8]}")
@@ -38,6 +47,8 @@ def write_checkpoint(
         for path in sorted(source.iterdir()):
             if path.is_file() and path.name not in _REWRITTEN and path.suffix not in _WEIGHT_SUFFIXES:
                 shutil.copyfile(path, aside / path.name)
+        if also is not None:
+            also(aside)
         for path in aside.iterdir():
             _flush(path)
         _flush(aside)

@@ -5,7 +5,7 @@ Legend: ``_T`` written target tokens of a micro-batch; ``_D`` hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from areal_like.config.critic import CriticConfig
 from areal_like.errors import ConfigError
 from areal_like.train.attention import ATTENTION_NAME, register_varlen_attention
 from areal_like.train.batching import MicroBatch, TrainRow
+from areal_like.train.checkpoint import write_checkpoint
 from areal_like.train.engine import TrainEngine
 from areal_like.train.figures import OptimiserFigures, TokenMeans
-from areal_like.train.model import PolicyModel, Sampling
+from areal_like.train.model import PolicyModel, Sampling, switch_off_dropout
 from areal_like.train.parallel import Parallel
 from areal_like.train.plan import MinibatchPlan
 from areal_like.train.rows import BatchRows
@@ -32,7 +33,12 @@ Build = Callable[[Sequence[TrainRow]], MicroBatch]
 
 
 def load_value_model(
-    path: str | Path, *, dtype: torch.dtype = torch.float32, attention: str = "sdpa", layout: Layout = "padded"
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "sdpa",
+    layout: Layout = "padded",
+    gradient_checkpointing: bool = False,
 ) -> nn.Module:
     """A Hugging Face model with one number per token, from a causal language model or from a saved critic.
 
@@ -60,13 +66,11 @@ def load_value_model(
             head.weight.zero_()
             if head.bias is not None:
                 head.bias.zero_()
+    model.config.architectures = [type(model).__name__]
     model.train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+    switch_off_dropout(model)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert isinstance(model, nn.Module)
     return model
 
@@ -96,15 +100,17 @@ class ValueModel(PolicyModel):
 class Critic:
     """Values before an update, one optimiser step a minibatch in it. Every method is collective."""
 
-    def __init__(self, engine: TrainEngine, config: CriticConfig) -> None:
-        """``engine``: over a :class:`ValueModel`."""
+    def __init__(self, engine: TrainEngine, config: CriticConfig, model_config: Any) -> None:
+        """``engine``: over a :class:`ValueModel`; ``model_config``: its transformers config."""
         self._engine = engine
+        self._model_config = model_config
         self._config = config
         self._figures = OptimiserFigures()
         self._means = TokenMeans()
 
     @property
     def engine(self) -> TrainEngine:
+        """For checkpoints: its weights and optimiser."""
         return self._engine
 
     def values(self, batch: MicroBatch) -> Tensor:
@@ -133,6 +139,10 @@ class Critic:
             self._means.add(clipped_fraction=found.clipped_T, **_explained(old_T, return_T))
         self._figures.losses.append(total)
         self._figures.outcomes.append(self._engine.step())
+
+    def write(self, folder: Path, *, tensors: Iterable[tuple[str, Tensor]], source: Path) -> None:
+        """Write ``tensors``, the engine's, as a Hugging Face checkpoint into ``folder``/critic."""
+        write_checkpoint(folder / "critic", tensors, config=self._model_config, source=source)
 
     def report(self, parallel: Parallel) -> dict[str, float]:
         """Figures since the last report, keyed ``critic/name``; ``explained_variance`` is 1 − E[(R − V)²] / Var R."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from areal_like.algo.schedule import LearningRate
@@ -43,14 +42,15 @@ class TrainEngine:
         *,
         total_steps: int,
         compute_dtype: torch.dtype | None = None,
+        offload: bool = False,
     ) -> None:
-        """``total_steps``: optimiser steps of the whole run, for the LR schedule."""
+        """``total_steps``: optimiser steps of the whole run, for the LR schedule. ``offload``: see :func:`shard`."""
         self.parallel = parallel
         self.sampling = policy.sampling
         self.dtype = next(policy.parameters()).dtype
         self._export_dtype = compute_dtype or self.dtype
         self._policy = policy
-        self._fsdp: FSDPModule = shard(policy, parallel, compute_dtype)
+        self._sharded = shard(policy, parallel, compute_dtype, offload=offload)
         self._clipping = optimizer.gradient_clipping
         self._schedule = LearningRate(
             peak=optimizer.lr,
@@ -85,11 +85,15 @@ class TrainEngine:
 
     def end_of_pass(self) -> None:
         """After passes without gradient: let go of the gathered weights, which no backward pass will do."""
-        self._fsdp.reshard()
+        for module in self._sharded:
+            module.reshard()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradients of ``loss``; ranks exchange them with the ``last`` micro-batch of a step."""
-        self._fsdp.set_requires_gradient_sync(last)
+        outermost = self._sharded[0]
+        outermost.set_requires_gradient_sync(last)
+        # one rank has no memory to win from letting go of weights that the next micro-batch reads again
+        outermost.set_reshard_after_backward(last or self.parallel.shards > 1)
         torch.autograd.backward(loss)
 
     def step(self) -> StepOutcome:
@@ -116,8 +120,9 @@ class TrainEngine:
     def _global_norm(self, gradients: list[Tensor]) -> Tensor:
         """float64 scalar; NaN or infinite on all ranks if it is on any."""
         local = [g for g in gradients if g.numel()]
-        norms = torch.stack(torch._foreach_norm(local)) if local else torch.zeros(1, device=self.parallel.device)
-        return self.parallel.sum(norms.double().square().sum()).sqrt()
+        # every rank's scalar must lie on the same kind of device, also where a rank has no part of any tensor
+        norms = torch.stack(torch._foreach_norm(local)) if local else torch.zeros(1, device=self._shards[0][1].device)
+        return self.parallel.sum_over_shards(norms.double().square().sum()).sqrt()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the model by its Hugging Face name, whole, one at a time; a tied tensor once.
@@ -134,10 +139,19 @@ class TrainEngine:
 
     def _whole(self, parameter: Tensor) -> Tensor:
         """Gathered, in the dtype that is served."""
-        if isinstance(parameter, DTensor):
-            whole: Tensor = parameter.to(self._export_dtype).full_tensor()  # type: ignore[attr-defined]
-            return whole
-        return parameter.to(self._export_dtype)
+        if not isinstance(parameter, DTensor):
+            return parameter.to(self._export_dtype)
+        local = parameter.to_local().to(self.parallel.device, self._export_dtype)  # offloaded shards lie on the host
+        placed = DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        whole: Tensor = placed.full_tensor()
+        return whole
 
 
 def _local_shards(policy: PolicyModel) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:

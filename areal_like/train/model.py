@@ -14,11 +14,15 @@ from areal_like.algo.logprobs import StopBan, chunked_logprobs
 from areal_like.algo.packing import Layout
 from areal_like.api.generation import GenerationHyperparameters
 from areal_like.errors import ConfigError
-from areal_like.train.attention import ATTENTION_NAME, register_varlen_attention
+from areal_like.train.attention import ATTENTION_NAME, has_kernel, register_varlen_attention
 from areal_like.train.batching import MicroBatch
+from areal_like.train.layers import compile_layers
 
 #: config entries by which some models change the head's logits; we compute log-probs from plain logits
 _LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+
+#: the longest row is rounded up to a multiple of this
+_LENGTH_STEP = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +47,7 @@ def load_language_model(
     attention: str = "sdpa",
     layout: Layout = "padded",
     gradient_checkpointing: bool = False,
+    compiled: bool = False,
 ) -> nn.Module:
     """A Hugging Face model from a folder, ready to be trained: no dropout, no cache.
 
@@ -61,14 +66,16 @@ def load_language_model(
     if changed:
         raise ConfigError(f"model.path: {path} sets {changed[0]} in its config; its log-probs would be wrong here")
     model.train()
-    _switch_off_dropout(model)
+    switch_off_dropout(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert isinstance(model, nn.Module)
+    if compiled:
+        compile_layers(model)
     return model
 
 
-def _switch_off_dropout(model: nn.Module) -> None:
+def switch_off_dropout(model: nn.Module) -> None:
     """The policy is what the servers run, and they drop nothing: else theta and prox would differ by chance."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -127,19 +134,19 @@ class PolicyModel(nn.Module):
     def _hidden(self, batch: MicroBatch) -> Tensor:
         """The last hidden state [T, D] at the position that predicts each written token."""
         model: Any = self.language_model
-        extra: dict[str, Any] = {}
-        if batch.row_starts is not None:
-            extra = {
-                "position_ids": batch.position_ids,
-                "cu_seq_lens_q": batch.row_starts,
-                "cu_seq_lens_k": batch.row_starts,
-                "max_length_q": max(batch.row_lengths),
-                "max_length_k": max(batch.row_lengths),
-                "row_lengths": batch.row_lengths,
-            }
+        extra = self._packed_arguments(batch) if batch.row_starts is not None else {}
         # padding is on the right and attention is causal: no written token ever sees it, so no mask is needed
         states: Tensor = model.base_model(input_ids=batch.input_ids, use_cache=False, **extra).last_hidden_state
         return states.flatten(0, 1).index_select(0, batch.select_T)
+
+    def _packed_arguments(self, batch: MicroBatch) -> dict[str, Any]:
+        """What attention over packed rows reads. Host numbers become part of compiled code, so they are kept few."""
+        dtype = next(self.language_model.parameters()).dtype  # of the embeddings, gathered: the one computed in
+        arguments: dict[str, Any] = {"position_ids": batch.position_ids, "cu_seq_lens_q": batch.row_starts}
+        if has_kernel(batch.input_ids.device.type, dtype):
+            longest = -(-max(batch.row_lengths) // _LENGTH_STEP) * _LENGTH_STEP  # the kernel wants an upper bound
+            return arguments | {"max_length_q": longest}
+        return arguments | {"row_lengths": batch.row_lengths}
 
     def _stop_ban(self, batch: MicroBatch) -> StopBan | None:
         if batch.stop_ban_T is None or not self.sampling.stop_token_ids:

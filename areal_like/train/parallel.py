@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from areal_like.errors import ConfigError
+from areal_like.train.layers import decoder_layers
 
 #: models with more parameters than this gather their weights layer by layer; below it one gather costs less
 SHARD_LAYERS_ABOVE = 20_000_000
@@ -21,12 +22,28 @@ SHARD_LAYERS_ABOVE = 20_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
-    """This process's place among the ranks. All reductions are collective: every rank must call them, in order."""
+    """This process's place among the ranks. All reductions are collective: every rank must call them, in order.
+
+    ``mesh`` has one dimension, ``shard``, or two: copies of the model (``replicate``) of ``shard`` ranks each (HSDP).
+    """
 
     rank: int
     world_size: int
     device: torch.device
     mesh: DeviceMesh
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share one copy of the model."""
+        return self.mesh.size(self.mesh.ndim - 1)
+
+    def sum_over_shards(self, values: Tensor) -> Tensor:
+        """Sum over the ranks of one copy, whose parts make up the whole; the argument is left alone."""
+        if self.shards == self.world_size:
+            return self.sum(values)
+        reduced = values.detach().clone()
+        dist.all_reduce(reduced, group=self.mesh["shard"].get_group())
+        return reduced
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over ranks, on every rank; the argument is left alone."""
@@ -58,14 +75,27 @@ def choose_device(wanted: str, rank: int) -> torch.device:
 
 @contextmanager
 def process_group(
-    *, rank: int, world_size: int, rendezvous: str, device: torch.device, timeout: float
+    *,
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    device: torch.device,
+    timeout: float,
+    shard_size: int | None = None,
 ) -> Iterator[Parallel]:
     """Join the ranks: gloo on CPUs; on CUDA NCCL, with gloo beside it for tensors on the host.
 
     Args:
         rendezvous: init_method of torch.distributed.
         timeout: seconds after which a collective that a rank does not join is an error.
+        shard_size: neighbouring ranks that share one copy of the model; None: all.
+
+    Raises:
+        ConfigError: ``shard_size`` does not divide ``world_size``.
     """
+    size = shard_size or world_size
+    if world_size % size:
+        raise ConfigError(f"actor.shard_size: {size} does not divide the {world_size} ranks; choose a divisor")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -76,26 +106,41 @@ def process_group(
         timeout=timedelta(seconds=timeout),
     )
     try:
-        mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("data",))
+        shape = (world_size,) if size == world_size else (world_size // size, size)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
         yield Parallel(rank=rank, world_size=world_size, device=device, mesh=mesh)
     finally:
         dist.destroy_process_group()
 
 
-def shard(module: nn.Module, parallel: Parallel, compute_dtype: torch.dtype | None = None) -> FSDPModule:
-    """Shard ``module`` over all ranks in place (FSDP2, for one rank too). Gradients are *summed* over ranks.
+def shard(
+    module: nn.Module, parallel: Parallel, compute_dtype: torch.dtype | None = None, *, offload: bool = False
+) -> list[FSDPModule]:
+    """Shard ``module`` over the ranks in place (FSDP2, for one rank too). Gradients are *summed* over ranks.
 
     Args:
         compute_dtype: dtype of the forward and backward pass where it differs from that of the parameters; gradients
             are then summed in float32.
+        offload: keep the shards, their gradients and so the optimiser in (pinned) host memory.
+
+    Returns:
+        The sharded modules, the outermost first.
     """
     precision = MixedPrecisionPolicy()
     if compute_dtype is not None and compute_dtype != next(module.parameters()).dtype:
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    policy = CPUOffloadPolicy(pin_memory=parallel.device.type == "cuda") if offload else OffloadPolicy()
+    found: list[FSDPModule] = []
     if sum(p.numel() for p in module.parameters()) > SHARD_LAYERS_ABOVE:
-        for layer in _layers(module):
-            _sum_gradients(fully_shard(layer, mesh=parallel.mesh, mp_policy=precision))
-    return _sum_gradients(fully_shard(module, mesh=parallel.mesh, mp_policy=precision))
+        for layer in decoder_layers(module):
+            # one rank holds everything anyway: gathering again for the backward pass would only repeat a cast
+            again = parallel.shards > 1
+            sharded = fully_shard(
+                layer, mesh=parallel.mesh, mp_policy=precision, offload_policy=policy, reshard_after_forward=again
+            )
+            found.append(_sum_gradients(sharded))
+    outermost = fully_shard(module, mesh=parallel.mesh, mp_policy=precision, offload_policy=policy)
+    return [_sum_gradients(outermost), *found]
 
 
 def _sum_gradients(module: FSDPModule) -> FSDPModule:
@@ -103,9 +148,3 @@ def _sum_gradients(module: FSDPModule) -> FSDPModule:
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     return module
-
-
-def _layers(module: nn.Module) -> list[nn.Module]:
-    """The decoder layers: members of the longest module list."""
-    lists = [list(m) for m in module.modules() if isinstance(m, nn.ModuleList)]
-    return max(lists, key=len, default=[])
