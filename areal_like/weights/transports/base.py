@@ -55,19 +55,29 @@ class WeightReader(Protocol):
 
 
 def make_writer(
-    kind: TransportKind, *, run_id: str, directory: Path, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    kind: TransportKind,
+    *,
+    run_id: str,
+    directory: Path,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    host: str = "127.0.0.1",
 ) -> WeightWriter:
     """The trainer's end of transport ``kind``.
 
     Args:
         run_id: names shared-memory segments (shm), so that the launcher can find leftovers.
         directory: where snapshots are written (disk).
-        bucket_bytes: size of a transfer bucket (shm) or of a snapshot's file (disk).
+        bucket_bytes: size of a transfer bucket (shm, collective) or of a snapshot's file (disk).
+        host: address at which the servers reach this process (collective).
     """
     if kind is TransportKind.DISK:
         from areal_like.weights.transports.disk import DiskWriter
 
         return DiskWriter(directory, bucket_bytes=bucket_bytes)
+    if kind is TransportKind.COLLECTIVE:
+        from areal_like.weights.transports.collective import CollectiveWriter
+
+        return CollectiveWriter(host=host, bucket_bytes=bucket_bytes)
     from areal_like.weights.transports.shm import ShmWriter
 
     return ShmWriter(run_id, bucket_bytes=bucket_bytes)
@@ -84,6 +94,10 @@ def make_reader(manifest: Manifest) -> WeightReader:
         from areal_like.weights.transports.disk import DiskReader
 
         return DiskReader(manifest)
+    if manifest.transport is TransportKind.COLLECTIVE:
+        from areal_like.weights.transports.collective import CollectiveReader
+
+        return CollectiveReader(manifest)
     from areal_like.weights.transports.shm import ShmReader
 
     return ShmReader(manifest)
