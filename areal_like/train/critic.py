@@ -92,7 +92,8 @@ class ValueModel(PolicyModel):
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """V of the state in which each token was written, [T], in at least float32; and zeros."""
-        value_T = _value_head(self.language_model)(self._hidden(batch)).squeeze(-1)
+        # the sum over one output is a copy, where squeezing would be a view, which FSDP warns of
+        value_T = _value_head(self.language_model)(self._hidden(batch)).sum(-1)
         value_T = value_T if value_T.dtype == torch.float64 else value_T.float()
         return value_T, torch.zeros_like(value_T)
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from areal_like.algo import offpolicy
+from areal_like.algo.offpolicy import OffPolicySums
 from areal_like.api.trajectory import Batch, UpdateReport
 from areal_like.train.engine import StepOutcome
 from areal_like.train.parallel import Parallel
@@ -71,6 +74,20 @@ class UpdateFigures:
     means: TokenMeans = field(default_factory=TokenMeans)
     seconds: dict[str, float] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
+    _waiting: list[Callable[[], OffPolicySums]] = field(default_factory=list)
+
+    def measure_later(self, *arguments: Any, **named: Any) -> None:
+        """Call :func:`offpolicy.measure` at the next :meth:`settle`: it counts tokens, and so waits for the device.
+
+        Tensors must be detached: they are kept until then.
+        """
+        self._waiting.append(partial(offpolicy.measure, *arguments, **named))
+
+    def settle(self) -> None:
+        """Add what waits, in order."""
+        for measure in self._waiting:
+            self.offpolicy = offpolicy.merge(self.offpolicy, measure())
+        self._waiting.clear()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from areal_like.algo import offpolicy
 from areal_like.algo.aggregation import aggregate
 from areal_like.algo.kl import KlEstimator, kl_estimate, kl_loss
 from areal_like.algo.m2po import constrained_squares, kept_tokens, second_moment_bound
@@ -26,7 +25,6 @@ from areal_like.train.figures import UpdateFigures
 from areal_like.train.parallel import Parallel
 from areal_like.train.plan import MinibatchPlan
 from areal_like.train.rows import BatchRows
-
 
 #: KL estimators that are reported, whichever is trained on
 _MEASURED: tuple[KlEstimator, ...] = ("k1", "k3")
@@ -96,15 +94,14 @@ class PolicyLoss:
             kept_T = kept_tokens(whole, bound)
             terms = replace(whole, keep_T=kept_T if whole.keep_T is None else whole.keep_T & kept_T)
         token_loss = self._objective(terms, self._settings)
-        measured = offpolicy.measure(
-            terms,
-            token_loss,
+        minibatch.figures.measure_later(
+            replace(terms, theta_T=theta_T.detach()),
+            replace(token_loss, loss_T=token_loss.loss_T.detach()),
             entropy_T=entropy_T.detach(),
             version_T=batch.version_T,
             version=minibatch.version,
             behave_cap=self._actor.behave_cap,
         )
-        minibatch.figures.offpolicy = offpolicy.merge(minibatch.figures.offpolicy, measured)
         ref_T = minibatch.rows.column("ref", members, theta_T)
         return aggregate(
             self._with_regularisers(token_loss.loss_T, whole, entropy_T, ref_T, minibatch.figures),

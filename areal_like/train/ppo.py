@@ -128,6 +128,7 @@ class PpoUpdate:
             total += loss.detach().double()
         minibatch.figures.policy.losses.append(total)
         minibatch.figures.policy.outcomes.append(self._engine.step())
+        minibatch.figures.settle()
 
     def _second_moment_bound(self, minibatch: Minibatch) -> float | None:
         if self._actor.objective != "m2po":

@@ -9,7 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from areal_like.api.generation import GenerationHyperparameters
 from areal_like.config.actor import ActorConfig
+from areal_like.config.critic import CriticConfig
 from areal_like.config.model import ModelConfig
+from areal_like.config.reference import ReferenceConfig
 from areal_like.config.weights import WeightsConfig
 from areal_like.rpc.security import RunKeys
 
@@ -26,6 +28,8 @@ class TrainWorkerSpec(BaseModel):
     )
     model: ModelConfig
     actor: ActorConfig
+    critic: CriticConfig | None = None
+    ref: ReferenceConfig | None = None
     gconfig: GenerationHyperparameters = Field(description="how the training data is sampled; replayed for log-probs")
     weights: WeightsConfig
     store_address: str = Field(description="where trajectories are fetched by key")

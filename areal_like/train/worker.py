@@ -24,6 +24,7 @@ from areal_like.rpc.health import HealthServer
 from areal_like.rpc.server import RpcServer
 from areal_like.train.checkpoint import write_checkpoint
 from areal_like.train.engine import EngineStatistics, TrainEngine
+from areal_like.train.helpers import build_helpers
 from areal_like.train.methods import Coordinates, MethodForm, TrainMethods, method_forms
 from areal_like.train.model import PolicyModel, load_language_model, replayed_sampling
 from areal_like.train.parallel import choose_device, process_group
@@ -76,6 +77,7 @@ class TrainWorker(TrainMethods):
             attention=spec.model.attn_implementation,
             layout=actor.mb_spec.packing,
             gradient_checkpointing=actor.gradient_checkpointing,
+            compiled=actor.compile,
         ).to(device)
         self._model_config: Any = model.config
         self._parallel = stack.enter_context(
@@ -85,6 +87,7 @@ class TrainWorker(TrainMethods):
                 rendezvous=spec.rendezvous,
                 device=device,
                 timeout=actor.step_timeout,
+                shard_size=actor.shard_size,
             )
         )
         self._engine = TrainEngine(
@@ -93,9 +96,11 @@ class TrainWorker(TrainMethods):
             actor.optimizer,
             total_steps=spec.total_train_steps * actor.ppo_n_minibatches,
             compute_dtype=getattr(torch, spec.model.dtype),
+            offload=actor.offload_optimizer,
         )
         store = stack.enter_context(StoreClient(spec.store_address, keys=spec.keys))
-        self._ppo = PpoUpdate(self._engine, actor, store.fetch)
+        self._helpers = build_helpers(spec, self._parallel)
+        self._ppo = PpoUpdate(self._engine, actor, store.fetch, self._helpers)
         self._writer = self._make_writer(stack)
 
     @classmethod
@@ -140,30 +145,43 @@ class TrainWorker(TrainMethods):
     def export_weights(self, version: int, incarnation: int) -> Manifest | None:  # type: ignore[override]
         """None on ranks other than 0, which only help to gather."""
         self._check_version("export_weights", version)
-        with self._gathered() as tensors:
+        with _gathered(self._engine) as (tensors,):
             return self._writer.write(version, incarnation, tensors) if self._writer is not None else None
 
     def save_hf(self, directory: str) -> str:
-        with self._gathered() as tensors:
+        """With a critic, its own checkpoint lies in ``directory``/critic."""
+        critic = self._helpers.critic
+        engines = [self._engine] if critic is None else [self._engine, critic.engine]
+        with _gathered(*engines) as (tensors, *values):
             if self._parallel.rank == 0:
+                source = Path(self._spec.model.path)
                 write_checkpoint(
-                    Path(directory), tensors, config=self._model_config, source=Path(self._spec.model.path)
+                    Path(directory),
+                    tensors,
+                    config=self._model_config,
+                    source=source,
+                    also=None if critic is None else partial(critic.write, tensors=values[0], source=source),
                 )
         return directory
-
-    @contextmanager
-    def _gathered(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        """Whole tensors, for rank 0 to use. Always taken to the end, so that no rank waits for one that gave up."""
-        tensors = self._engine.named_weights()
-        try:
-            yield tensors
-        finally:
-            for _ in tensors:
-                pass
 
     def _check_version(self, method: str, version: int) -> None:
         if version != self._version:
             raise ValueError(f"{method}: asked for version {version}, but this trainer holds version {self._version}")
+
+
+@contextmanager
+def _gathered(*engines: TrainEngine) -> Iterator[list[Iterator[tuple[str, torch.Tensor]]]]:
+    """Whole tensors of each engine, for rank 0 to use in this order.
+
+    Always taken to the end, so that no rank waits for one that gave up.
+    """
+    iterators = [engine.named_weights() for engine in engines]
+    try:
+        yield iterators
+    finally:
+        for tensors in iterators:
+            for _ in tensors:
+                pass
 
 
 def run_worker(spec: TrainWorkerSpec, on_ready: Callable[[str], None]) -> None:

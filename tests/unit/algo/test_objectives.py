@@ -169,9 +169,7 @@ def test_on_policy_gradient_is_the_policy_gradient(make_terms: MakeTerms, name: 
     advantage_T = terms.advantage_T[terms.row_T]
     theta_T = terms.behave_T.clone().requires_grad_()
     everything = torch.ones_like(terms.mask_T)
-    on_policy = replace(
-        terms, theta_T=theta_T, prox_T=terms.behave_T, advantage_T=advantage_T, keep_T=everything
-    )
+    on_policy = replace(terms, theta_T=theta_T, prox_T=terms.behave_T, advantage_T=advantage_T, keep_T=everything)
     get_objective(name)(on_policy, ObjectiveSettings()).loss_T.sum().backward()
     torch.testing.assert_close(theta_T.grad, -advantage_T, rtol=1e-12, atol=1e-13)
 

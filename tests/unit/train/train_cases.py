@@ -15,9 +15,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from areal_like.api.generation import GenerationHyperparameters
 from areal_like.api.trajectory import Batch, GroupTag, PromptId, Trajectory, TrajectoryTag
 from areal_like.config.actor import ActorConfig
+from areal_like.config.critic import CriticConfig
+from areal_like.config.reference import ReferenceConfig
+from areal_like.train.critic import Critic, ValueModel, load_value_model
 from areal_like.train.engine import TrainEngine
 from areal_like.train.model import PolicyModel, load_language_model, replayed_sampling
-from areal_like.train.ppo import PpoUpdate
+from areal_like.train.ppo import Helpers, PpoUpdate
+from areal_like.train.reference import Reference
 
 VOCABULARY = 19
 EOS = 2
@@ -141,8 +145,46 @@ def build_engine(
     return TrainEngine(policy, parallel, actor.optimizer, total_steps=total_steps)
 
 
-def run_update(engine: TrainEngine, actor: ActorConfig, batch: Batch, rows: dict[str, Trajectory]):
-    return PpoUpdate(engine, actor, lambda keys: [rows[key] for key in keys]).run(batch)
+def run_update(
+    engine: TrainEngine,
+    actor: ActorConfig,
+    batch: Batch,
+    rows: dict[str, Trajectory],
+    helpers: Helpers | None = None,
+):
+    return PpoUpdate(engine, actor, lambda keys: [rows[key] for key in keys], helpers).run(batch)
+
+
+def build_critic(
+    folder: Path,
+    parallel,
+    actor: ActorConfig,
+    *,
+    dtype: torch.dtype = torch.float64,
+    total_steps: int = 10,
+    **config,
+) -> Critic:
+    settings = CriticConfig.model_validate({"optimizer": {"lr": 2e-3}} | config)
+    model = load_value_model(folder, dtype=dtype, layout=actor.mb_spec.packing)
+    with torch.no_grad():  # a new head is 0; here values should differ
+        model.score.weight.copy_(torch.linspace(-0.4, 0.5, model.score.weight.numel(), dtype=dtype)[None])
+    engine = TrainEngine(ValueModel(exact_norms(model)), parallel, settings.optimizer, total_steps=total_steps)
+    return Critic(engine, settings, model.config)
+
+
+def build_reference(folder: Path, parallel, actor: ActorConfig, *, dtype: torch.dtype = torch.float64) -> Reference:
+    """The policy's own architecture with other weights, the same on all ranks."""
+    model = exact_norms(load_language_model(folder, dtype=dtype, layout=actor.mb_spec.packing))
+    shake(model)
+    return Reference(PolicyModel(model, replayed_sampling(GenerationHyperparameters(), model)), parallel)
+
+
+def shake(model: torch.nn.Module) -> None:
+    """Move every weight a little, alike each time."""
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
 
 def weights_of(engine: TrainEngine) -> dict[str, np.ndarray]:
@@ -191,6 +233,40 @@ def replayed_processors(parallel, folder: Path):
     return _run(parallel, folder, _actor(), *random_batch(seed=3), gconfig=gconfig)
 
 
+def critic_and_reference(parallel, folder: Path):
+    """GAE with KL in the reward: values, whitening and penalties meet over ranks. The critic's weights count too."""
+    actor = _actor(advantage="gae", gae_lambda=0.9, discount=0.97, shaping={"overlong_margin": 2, "length_limit": 6})
+    ref = ReferenceConfig(kl_coef=0.1, kl_in="reward", kl_estimator="k1")
+    critic = build_critic(folder, parallel, actor, value_clip=0.05)
+    helpers = Helpers(critic=critic, reference=build_reference(folder, parallel, actor), ref=ref)
+    return _helped(parallel, folder, actor, helpers, random_batch(seed=2))
+
+
+def bounded_by_second_moment(parallel, folder: Path):
+    """M2PO's bound comes from the tokens of all ranks; KL of groups in the loss."""
+    actor = _actor(objective="m2po", m2_limit=0.02, entropy_coef=0.01, shaping={"overlong_filter": True})
+    helpers = Helpers(
+        reference=build_reference(folder, parallel, actor), ref=ReferenceConfig(kl_coef=0.05), max_new_tokens=9
+    )
+    return _helped(parallel, folder, actor, helpers, random_batch(seed=6))
+
+
+def kl_off_a_groups_rewards(parallel, folder: Path):
+    actor = _actor(advantage="rloo", mb_spec={"packing": "packed"})
+    ref = ReferenceConfig(kl_coef=0.1, kl_in="reward", kl_estimator="k1")
+    helpers = Helpers(reference=build_reference(folder, parallel, actor), ref=ref)
+    return _helped(parallel, folder, actor, helpers, random_batch(seed=7))
+
+
+def _helped(parallel, folder: Path, actor: ActorConfig, helpers: Helpers, data):
+    engine = build_engine(folder, parallel, actor)
+    report = run_update(engine, actor, *data, helpers)
+    weights = weights_of(engine)
+    if helpers.critic is not None:
+        weights |= {f"critic.{name}": value for name, value in weights_of(helpers.critic.engine).items()}
+    return weights, report.metrics
+
+
 def single_precision(parallel, folder: Path):
     return _run(parallel, folder, _actor(), *random_batch(), dtype=torch.float32)
 
@@ -205,6 +281,9 @@ SCENARIOS = {
         no_rank_has_more_than_one_row,
         not_finite_on_one_rank,
         replayed_processors,
+        critic_and_reference,
+        bounded_by_second_moment,
+        kl_off_a_groups_rewards,
         single_precision,
     )
 }
