@@ -21,8 +21,14 @@ from workflows.prompts import reward_fields
 OPENING = "<bos>"
 
 
+def guessed(answer: str) -> int | None:
+    """The number that an answer consists of; None if it is anything else, such as nothing or two numbers."""
+    text = answer.strip()
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
 class GuessEnvironment:
-    """The game for one row ``{"secret": int}``. A guess that is no number ends it: there is nothing to say to it."""
+    """The game for one row ``{"secret": int}``. An answer that is not one number ends it: there is no reply to it."""
 
     def __init__(self) -> None:
         self._secret = 0
@@ -37,21 +43,21 @@ class GuessEnvironment:
 
     def step(self, answer: str) -> Step:
         """Reward 1 for the secret, else 0."""
-        text = answer.strip()
-        if not (text.isascii() and text.isdigit()):
+        guess = guessed(answer)
+        if guess is None:
             return Step(done=True)
-        guess = int(text)
         if guess == self._secret:
             return Step(observation="correct", reward=1.0, done=True)
         return Step(observation="higher" if guess < self._secret else "lower")
 
 
 class GuessWorkflow(RolloutWorkflow):
-    """``<bos>``, then per turn one token guessed and one token replied; ends with the hit, a wrong token, or ``turns``.
+    """``<bos> 3 <eos> higher 4 <eos> correct``: per turn the model writes a number and ends it, the game replies.
 
-    The same as ``MultiTurnWorkflow`` over :class:`GuessEnvironment` with one token a turn, written out: a workflow of
-    one's own is no longer than this. With ``reward_fn`` the game's guesses, separated by spaces, are scored by it;
-    without, a hit is 1 and anything else 0.
+    A game ends with the hit, with an answer that is not one number, or after ``turns``. The same as
+    ``MultiTurnWorkflow`` over :class:`GuessEnvironment`, written out: a workflow of one's own is no longer than this.
+    With ``reward_fn`` the game's guesses, separated by spaces, are scored by it; without, a hit is 1 and anything else
+    0.
     """
 
     def __init__(
@@ -63,7 +69,7 @@ class GuessWorkflow(RolloutWorkflow):
     ) -> None:
         if turns < 1:
             raise ValueError(f"turns must be at least 1, not {turns}")
-        self._gconfig = gconfig.new(max_new_tokens=1, min_new_tokens=0)
+        self._gconfig = gconfig
         self._tokenizer = tokenizer
         self._turns = turns
         self._reward_fn = reward_fn
@@ -75,18 +81,23 @@ class GuessWorkflow(RolloutWorkflow):
         transcript = Transcript()
         opening = self._tokenizer.encode(game.reset(data), add_special_tokens=False)
         transcript.add_context(opening)
-        guesses: list[str] = []
+        guesses: list[int] = []
         reward = 0.0
         for _ in range(self._turns):
             response = await engine.agenerate(ModelRequest(input_ids=transcript.ids, gconfig=self._gconfig))
             transcript.add_answer(response)
-            guesses.append(self._tokenizer.decode(response.output_tokens, skip_special_tokens=True))
-            step = game.step(guesses[-1])
+            answer = self._tokenizer.decode(response.output_tokens, skip_special_tokens=True)
+            step = game.step(answer)
             transcript.add_context(self._replies[str(step.observation)])
             reward += step.reward
+            guess = guessed(answer)
+            if guess is not None:
+                guesses.append(guess)
             if step.done:
                 break
         if self._reward_fn is not None:
             written = transcript.ids[len(opening) :]
-            reward = await self._reward_fn(OPENING, " ".join(guesses), opening, written, **reward_fields(data))
+            reward = await self._reward_fn(
+                OPENING, " ".join(map(str, guesses)), opening, written, **reward_fields(data)
+            )
         return transcript.build(reward)
