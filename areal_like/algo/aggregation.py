@@ -48,7 +48,9 @@ def aggregate(
     Raises:
         ValueError: the denominator or the constant is missing, or smaller than what this part alone holds.
     """
-    _check(mode, denominator, constant, local_denominator(mode, mask_T, row_T, rows))
+    # counting on a CUDA device would wait for it, once a micro-batch; there the caller's word is taken
+    local = 0.0 if loss_T.is_cuda else local_denominator(mode, mask_T, row_T, rows)
+    _check(mode, denominator, constant, local)
     divisor = max(denominator, 1.0)  # 0 only where no token counts, and then the numerator is 0 too
     if mode == "seq_mean_token_mean":
         return row_mean(loss_T, mask_T, row_T, rows).sum() / divisor

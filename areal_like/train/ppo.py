@@ -30,8 +30,8 @@ from areal_like.train.rows import BatchRows, Fetch, fetch_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Helpers:
-    """The models that help the policy to learn, where the experiment has them, and how.
+class Companions:
+    """The models beside the policy, where the experiment has them, and how they are used.
 
     Attributes:
         ref: settings of ``reference``; both or neither.
@@ -52,23 +52,27 @@ class Helpers:
 class PpoUpdate:
     """The algorithm of one step, on every rank alike. Collective."""
 
-    def __init__(self, engine: TrainEngine, actor: ActorConfig, fetch: Fetch, helpers: Helpers | None = None) -> None:
-        helpers = helpers or Helpers()
+    def __init__(
+        self, engine: TrainEngine, actor: ActorConfig, fetch: Fetch, companions: Companions | None = None
+    ) -> None:
+        companions = companions or Companions()
         self._engine = engine
         self._actor = actor
         self._fetch = fetch
-        self._critic = helpers.critic
-        self._reference = helpers.reference
-        kl_in_reward = helpers.ref.kl_coef if helpers.ref is not None and helpers.ref.kl_in == "reward" else None
+        self._critic = companions.critic
+        self._reference = companions.reference
+        kl_in_reward = (
+            companions.ref.kl_coef if companions.ref is not None and companions.ref.kl_in == "reward" else None
+        )
         self._advantages = AdvantageRule(
             actor=actor,
             parallel=engine.parallel,
-            shaping=helpers.shaping(actor),
+            shaping=companions.shaping(actor),
             kl_in_reward=kl_in_reward,
-            whiten=helpers.whiten,
+            whiten=companions.whiten,
         )
         self._needs_prox = actor.prox == "recompute" or kl_in_reward is not None
-        self._loss = PolicyLoss(actor, helpers.ref)
+        self._loss = PolicyLoss(actor, companions.ref)
 
     def run(self, batch: Batch) -> UpdateReport:
         """Train on ``batch`` and report; figures are reduced over ranks and equal on all of them.
