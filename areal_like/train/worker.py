@@ -23,8 +23,8 @@ from areal_like.api.weights import Manifest
 from areal_like.rpc.health import HealthServer
 from areal_like.rpc.server import RpcServer
 from areal_like.train.checkpoint import write_checkpoint
+from areal_like.train.companions import build_companions
 from areal_like.train.engine import EngineStatistics, TrainEngine
-from areal_like.train.helpers import build_helpers
 from areal_like.train.methods import Coordinates, MethodForm, TrainMethods, method_forms
 from areal_like.train.model import PolicyModel, load_language_model, replayed_sampling
 from areal_like.train.parallel import choose_device, process_group
@@ -99,8 +99,8 @@ class TrainWorker(TrainMethods):
             offload=actor.offload_optimizer,
         )
         store = stack.enter_context(StoreClient(spec.store_address, keys=spec.keys))
-        self._helpers = build_helpers(spec, self._parallel)
-        self._ppo = PpoUpdate(self._engine, actor, store.fetch, self._helpers)
+        self._companions = build_companions(spec, self._parallel)
+        self._ppo = PpoUpdate(self._engine, actor, store.fetch, self._companions)
         self._writer = self._make_writer(stack)
 
     @classmethod
@@ -150,7 +150,7 @@ class TrainWorker(TrainMethods):
 
     def save_hf(self, directory: str) -> str:
         """With a critic, its own checkpoint lies in ``directory``/critic."""
-        critic = self._helpers.critic
+        critic = self._companions.critic
         engines = [self._engine] if critic is None else [self._engine, critic.engine]
         with _gathered(*engines) as (tensors, *values):
             if self._parallel.rank == 0:

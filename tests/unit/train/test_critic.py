@@ -11,7 +11,7 @@ from transformers import AutoModelForTokenClassification
 from areal_like.config.actor import ActorConfig
 from areal_like.errors import ConfigError
 from areal_like.train.critic import load_value_model
-from areal_like.train.ppo import Helpers
+from areal_like.train.ppo import Companions
 
 TOLERANCE = 1e-10
 
@@ -71,7 +71,7 @@ def test_an_update_equals_the_row_by_row_oracle(model_dir, one_rank, packing, cl
     batch, rows = random_batch()
     actor = actor_of(mb_spec={"packing": packing, "max_tokens_per_mb": 30})
     critic = build_critic(model_dir, one_rank, actor, value_clip=clip)
-    report = run_update(build_engine(model_dir, one_rank, actor), actor, batch, rows, Helpers(critic=critic))
+    report = run_update(build_engine(model_dir, one_rank, actor), actor, batch, rows, Companions(critic=critic))
     want, got = oracle(model_dir, batch, rows, actor, clip=clip), weights_of(critic.engine)
     assert got.keys() == want.keys()
     for name in want:
@@ -86,7 +86,7 @@ def test_it_learns_the_value_of_what_it_sees(model_dir, one_rank):
     critic = build_critic(model_dir, one_rank, actor, optimizer={"lr": 0.02})
     engine = build_engine(model_dir, one_rank, actor)
     explained = [
-        run_update(engine, actor, batch, rows, Helpers(critic=critic)).metrics["critic/explained_variance"]
+        run_update(engine, actor, batch, rows, Companions(critic=critic)).metrics["critic/explained_variance"]
         for _ in range(25)
     ]
     assert explained[-1] > 0.8 > explained[0]
@@ -96,7 +96,7 @@ def test_figures_are_those_of_the_batch(model_dir, one_rank):
     batch, rows = random_batch()
     actor = actor_of(gae_lambda=1.0)
     critic = build_critic(model_dir, one_rank, actor)
-    m = run_update(build_engine(model_dir, one_rank, actor), actor, batch, rows, Helpers(critic=critic)).metrics
+    m = run_update(build_engine(model_dir, one_rank, actor), actor, batch, rows, Companions(critic=critic)).metrics
     returns = np.concatenate([np.full(t.loss_tokens, t.reward) for t in batch.trajectories])  # λ = γ = 1
     assert m["critic/return_mean"] == pytest.approx(returns.mean())
     assert math.isfinite(m["critic/value_mean"]) and m["critic/explained_variance"] < 1

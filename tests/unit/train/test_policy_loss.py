@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_like.config.actor import ActorConfig
 from areal_like.config.reference import ReferenceConfig
-from areal_like.train.ppo import Helpers
+from areal_like.train.ppo import Companions
 
 TOLERANCE = 1e-10
 BETA, BONUS = 0.2, 0.05
@@ -77,7 +77,7 @@ def decoupled(actor, a, theta, prox, behave):
 def updated(folder, one_rank, actor, batch, rows, ref, **more):
     engine = build_engine(folder, one_rank, actor)
     reference = build_reference(folder, one_rank, actor) if ref is not None else None
-    report = run_update(engine, actor, batch, rows, Helpers(reference=reference, ref=ref, **more))
+    report = run_update(engine, actor, batch, rows, Companions(reference=reference, ref=ref, **more))
     return weights_of(engine), report.metrics
 
 

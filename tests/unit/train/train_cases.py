@@ -20,7 +20,7 @@ from areal_like.config.reference import ReferenceConfig
 from areal_like.train.critic import Critic, ValueModel, load_value_model
 from areal_like.train.engine import TrainEngine
 from areal_like.train.model import PolicyModel, load_language_model, replayed_sampling
-from areal_like.train.ppo import Helpers, PpoUpdate
+from areal_like.train.ppo import Companions, PpoUpdate
 from areal_like.train.reference import Reference
 
 VOCABULARY = 19
@@ -150,9 +150,9 @@ def run_update(
     actor: ActorConfig,
     batch: Batch,
     rows: dict[str, Trajectory],
-    helpers: Helpers | None = None,
+    companions: Companions | None = None,
 ):
-    return PpoUpdate(engine, actor, lambda keys: [rows[key] for key in keys], helpers).run(batch)
+    return PpoUpdate(engine, actor, lambda keys: [rows[key] for key in keys], companions).run(batch)
 
 
 def build_critic(
@@ -238,32 +238,32 @@ def critic_and_reference(parallel, folder: Path):
     actor = _actor(advantage="gae", gae_lambda=0.9, discount=0.97, shaping={"overlong_margin": 2, "length_limit": 6})
     ref = ReferenceConfig(kl_coef=0.1, kl_in="reward", kl_estimator="k1")
     critic = build_critic(folder, parallel, actor, value_clip=0.05)
-    helpers = Helpers(critic=critic, reference=build_reference(folder, parallel, actor), ref=ref)
-    return _helped(parallel, folder, actor, helpers, random_batch(seed=2))
+    companions = Companions(critic=critic, reference=build_reference(folder, parallel, actor), ref=ref)
+    return _helped(parallel, folder, actor, companions, random_batch(seed=2))
 
 
 def bounded_by_second_moment(parallel, folder: Path):
     """M2PO's bound comes from the tokens of all ranks; KL of groups in the loss."""
     actor = _actor(objective="m2po", m2_limit=0.02, entropy_coef=0.01, shaping={"overlong_filter": True})
-    helpers = Helpers(
+    companions = Companions(
         reference=build_reference(folder, parallel, actor), ref=ReferenceConfig(kl_coef=0.05), max_new_tokens=9
     )
-    return _helped(parallel, folder, actor, helpers, random_batch(seed=6))
+    return _helped(parallel, folder, actor, companions, random_batch(seed=6))
 
 
 def kl_off_a_groups_rewards(parallel, folder: Path):
     actor = _actor(advantage="rloo", mb_spec={"packing": "packed"})
     ref = ReferenceConfig(kl_coef=0.1, kl_in="reward", kl_estimator="k1")
-    helpers = Helpers(reference=build_reference(folder, parallel, actor), ref=ref)
-    return _helped(parallel, folder, actor, helpers, random_batch(seed=7))
+    companions = Companions(reference=build_reference(folder, parallel, actor), ref=ref)
+    return _helped(parallel, folder, actor, companions, random_batch(seed=7))
 
 
-def _helped(parallel, folder: Path, actor: ActorConfig, helpers: Helpers, data):
+def _helped(parallel, folder: Path, actor: ActorConfig, companions: Companions, data):
     engine = build_engine(folder, parallel, actor)
-    report = run_update(engine, actor, *data, helpers)
+    report = run_update(engine, actor, *data, companions)
     weights = weights_of(engine)
-    if helpers.critic is not None:
-        weights |= {f"critic.{name}": value for name, value in weights_of(helpers.critic.engine).items()}
+    if companions.critic is not None:
+        weights |= {f"critic.{name}": value for name, value in weights_of(companions.critic.engine).items()}
     return weights, report.metrics
 
 

@@ -11,8 +11,8 @@ from areal_like.config.critic import CriticConfig
 from areal_like.config.model import ModelConfig
 from areal_like.config.reference import ReferenceConfig
 from areal_like.config.weights import WeightsConfig
+from areal_like.train.companions import build_companions
 from areal_like.train.engine import TrainEngine
-from areal_like.train.helpers import build_helpers
 from areal_like.train.model import PolicyModel, load_language_model, replayed_sampling
 from areal_like.train.spec import TrainWorkerSpec
 
@@ -35,9 +35,9 @@ def spec_of(model_dir, tmp_path, **sections):
 
 
 def test_without_sections_there_are_none(model_dir, one_rank, tmp_path):
-    helpers = build_helpers(spec_of(model_dir, tmp_path, actor=ActorConfig()), one_rank)
-    assert (helpers.critic, helpers.reference) == (None, None)
-    assert helpers.shaping(ActorConfig()).length_limit == 4
+    companions = build_companions(spec_of(model_dir, tmp_path, actor=ActorConfig()), one_rank)
+    assert (companions.critic, companions.reference) == (None, None)
+    assert companions.shaping(ActorConfig()).length_limit == 4
 
 
 @pytest.mark.parametrize("packing", ["padded", "packed"])
@@ -46,20 +46,20 @@ def test_both_serve_an_update(model_dir, tied_model_dir, one_rank, tmp_path, pac
     critic = CriticConfig.model_validate({"path": str(tied_model_dir), "optimizer": {"lr": 1e-2}})
     ref = ReferenceConfig(kl_in="reward", kl_estimator="k1", kl_coef=0.1)
     spec = spec_of(model_dir, tmp_path, actor=actor, critic=critic, ref=ref)
-    helpers = build_helpers(spec, one_rank)
-    assert helpers.critic is not None
-    before = weights_of(helpers.critic.engine)
+    companions = build_companions(spec, one_rank)
+    assert companions.critic is not None
+    before = weights_of(companions.critic.engine)
     model = load_language_model(model_dir, layout=packing)
     engine = TrainEngine(
         PolicyModel(model, replayed_sampling(spec.gconfig, model)), one_rank, actor.optimizer, total_steps=4
     )
-    first = run_update(engine, actor, *random_batch(), helpers).metrics
+    first = run_update(engine, actor, *random_batch(), companions).metrics
     # the reference is the policy itself, before its first step and at the sampling temperature
     assert first["ref/kl_k3"] == pytest.approx(0.0, abs=1e-6)
     assert first["critic/value_mean"] == 0.0
-    assert run_update(engine, actor, *random_batch(), helpers).metrics["critic/value_mean"] != 0.0
-    after = weights_of(helpers.critic.engine)
+    assert run_update(engine, actor, *random_batch(), companions).metrics["critic/value_mean"] != 0.0
+    after = weights_of(companions.critic.engine)
     assert any((before[name] != after[name]).any() for name in before)
-    helpers.critic.write(tmp_path, tensors=helpers.critic.engine.named_weights(), source=model_dir)
+    companions.critic.write(tmp_path, tensors=companions.critic.engine.named_weights(), source=model_dir)
     saved = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic", dtype=torch.float32)
     assert saved.config.architectures == ["LlamaForTokenClassification"]

@@ -10,18 +10,18 @@ from areal_like.train.critic import Critic, ValueModel, load_value_model
 from areal_like.train.engine import TrainEngine
 from areal_like.train.model import PolicyModel, load_language_model, replayed_sampling
 from areal_like.train.parallel import Parallel
-from areal_like.train.ppo import Helpers
+from areal_like.train.ppo import Companions
 from areal_like.train.reference import Reference
 from areal_like.train.spec import TrainWorkerSpec
 
 
-def build_helpers(spec: TrainWorkerSpec, parallel: Parallel) -> Helpers:
+def build_companions(spec: TrainWorkerSpec, parallel: Parallel) -> Companions:
     """Load and shard what the experiment names. Collective.
 
     Raises:
         ConfigError: a folder does not hold a model that fits.
     """
-    return Helpers(
+    return Companions(
         critic=_critic(spec, parallel),
         reference=_reference(spec, parallel),
         ref=spec.ref,
