@@ -91,7 +91,10 @@ def load_model(spec: InferenceServerSpec) -> Any:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {spec.model_path!r} holds no causal language model: {error}") from error
-    return model.to(spec.device).eval()
+    try:
+        return model.to(spec.device).eval()
+    except (RuntimeError, AssertionError) as error:  # torch raises either where the device does not exist
+        raise ConfigError(f"inference device {spec.device!r} cannot hold the model: {error}") from error
 
 
 def load_decoder(model_path: str) -> Decoder | None:

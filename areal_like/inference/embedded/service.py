@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from typing import Self, TypeVar
 
@@ -143,7 +143,7 @@ class InferenceService:
     async def end_all(self) -> None:
         """Refuse new requests from now on, and answer those in flight with what they have."""
         self._closing = True
-        if not self.failure:
+        with suppress(InfrastructureError):  # a loop that failed has answered them already
             await self.abort(AbortBody())
 
     async def pause(self, body: PauseBody) -> PauseAnswer:

@@ -41,6 +41,11 @@ def test_a_folder_without_a_model_is_a_config_error(tmp_path: Path) -> None:
         load_model(InferenceServerSpec(name="s", model_path=str(tmp_path)))
 
 
+def test_a_device_that_is_not_there_is_a_config_error(saved: Path) -> None:
+    with pytest.raises(ConfigError, match="inference device 'cuda:99' cannot hold"):
+        load_model(InferenceServerSpec(name="s", model_path=str(saved), device="cuda:99"))
+
+
 def test_a_folder_without_a_tokenizer_has_no_decoder(tmp_path: Path, saved: Path) -> None:
     assert load_decoder(str(tmp_path)) is None
     decoder = load_decoder(str(saved))
