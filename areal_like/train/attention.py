@@ -95,8 +95,9 @@ def _kernel() -> Callable[..., Tensor] | None:
     told = "enable_gqa" in named
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        grouped: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if told else {}
-        out = varlen_attn(q, k, v, *args, **kwargs, **grouped)
+        if told:
+            kwargs["enable_gqa"] = q.shape[1] != k.shape[1]
+        out = varlen_attn(q, k, v, *args, **kwargs)
         assert isinstance(out, Tensor)  # asked for no auxiliary outputs
         return out
 

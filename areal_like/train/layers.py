@@ -36,7 +36,7 @@ def _with_any_size(forward: Callable[..., Any]) -> Callable[..., Any]:
             dims = tensor.ndim - 1 if tensor.is_floating_point() else tensor.ndim
             for dim in range(dims):
                 if tensor.shape[dim] > 1:
-                    torch._dynamo.maybe_mark_dynamic(tensor, dim)  # type: ignore[no-untyped-call]
+                    torch._dynamo.maybe_mark_dynamic(tensor, dim)
         return forward(*args, **kwargs)
 
     return call

@@ -65,14 +65,20 @@ def load_language_model(
     changed = [key for key in _LOGIT_CHANGES if getattr(model.config, key, None) not in (None, 1.0)]
     if changed:
         raise ConfigError(f"model.path: {path} sets {changed[0]} in its config; its log-probs would be wrong here")
+    assert isinstance(model, nn.Module)
+    prepare_for_training(model, gradient_checkpointing=gradient_checkpointing, compiled=compiled)
+    return model
+
+
+def prepare_for_training(model: nn.Module, *, gradient_checkpointing: bool = False, compiled: bool = False) -> None:
+    """Training mode without dropout; layers recomputed and compiled as asked for. In place."""
     model.train()
     switch_off_dropout(model)
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert isinstance(model, nn.Module)
+        switch_on: Any = model.gradient_checkpointing_enable
+        switch_on(gradient_checkpointing_kwargs={"use_reentrant": False})
     if compiled:
         compile_layers(model)
-    return model
 
 
 def switch_off_dropout(model: nn.Module) -> None:
