@@ -1,18 +1,13 @@
-"""``run`` and ``eval``: the event loop, its signals, and how a run ends."""
+"""``run`` and ``eval``: what they do on their event loop, and what ends it."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-import signal
 import sys
-from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from functools import partial
-from typing import Any
-
-import uvloop
 
 from areal_like.api.weights import CommitReceipt
 from areal_like.client.control import TellsDigest
@@ -23,7 +18,7 @@ from areal_like.errors import ArealLikeError, ConfigError
 from areal_like.observe.logs import setup_logging
 from areal_like.observe.loop_lag import LoopLagMonitor
 from areal_like.observe.progress import RunProgress
-from areal_like.rollout.failure import root_of
+from launcher.event_loop import Interrupted, run_to_end
 from launcher.session import RunContext, Serving, Session, open_serving, open_session, open_user_code, start_servers
 from launcher.training import train
 
@@ -31,10 +26,6 @@ logger = logging.getLogger(__name__)
 
 #: seconds one server may take to digest the weights it was started with
 _DIGEST_TIMEOUT = 300.0
-
-
-class Interrupted(ArealLikeError):
-    """The run was asked to end before it had begun to train, or to end at once."""
 
 
 def run_experiment(config: ExperimentConfig, *, paths: RunPaths, run_id: str, live: bool | None) -> int:
@@ -47,7 +38,7 @@ def run_experiment(config: ExperimentConfig, *, paths: RunPaths, run_id: str, li
     context = RunContext(config=config, paths=paths, run_id=run_id)
     setup_logging("controller", path=paths.logs / "controller.log", console=progress.console_log())
     with progress:
-        return _until_done(partial(_train, context, progress))
+        return run_to_end(partial(_train, context, progress), run_id=run_id)
 
 
 def evaluate_checkpoint(config: ExperimentConfig, *, run_id: str, live: bool | None) -> int:
@@ -60,26 +51,8 @@ def evaluate_checkpoint(config: ExperimentConfig, *, run_id: str, live: bool | N
     paths.create()
     progress = RunProgress(1, live=live)
     setup_logging("controller", path=paths.logs / "controller.log", console=progress.console_log())
-    return _until_done(partial(_evaluate, RunContext(config=config, paths=paths, run_id=run_id), progress))
-
-
-def _until_done(main: Callable[[Stop], Coroutine[Any, Any, None]]) -> int:
-    """Run ``main`` on uvloop, with Ctrl-C and SIGTERM as wishes to stop; returns the exit status."""
-
-    async def guarded() -> int:
-        stop, loop = Stop(), asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop.ask, number.name)
-        try:
-            await main(stop)
-        except Interrupted:
-            logger.warning("ended by %s before training began, or at once", stop.reason)
-        except BaseExceptionGroup as group:
-            raise root_of(group) from group
-        return 128 + signal.Signals[stop.reason] if stop.asked else 0
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(guarded())
+    context = RunContext(config=config, paths=paths, run_id=run_id)
+    return run_to_end(partial(_evaluate, context, progress), run_id=run_id)
 
 
 async def _train(context: RunContext, progress: RunProgress, stop: Stop) -> None:

@@ -17,7 +17,7 @@ def tiny_guess(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from launcher.tiny_models import GuessSettings, TinyLlama, build_guess
 
     folder = tmp_path_factory.mktemp("tiny") / "guess"
-    build_guess(folder, 1, GuessSettings(size=TinyLlama(hidden=64), warm_steps=10, test_copies=4))
+    build_guess(folder, 1, GuessSettings(size=TinyLlama(hidden=64), warm_steps=40, test_copies=4))
     return folder
 
 

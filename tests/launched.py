@@ -51,6 +51,11 @@ class Broken(RolloutWorkflow):
     async def arun_episode(self, engine, data):
         raise ZeroDivisionError("this workflow always fails")
 
+class Blocking(RolloutWorkflow):
+    async def arun_episode(self, engine, data):
+        print("blocking now", flush=True)
+        time.sleep(1000)
+
 class Waiting(RolloutWorkflow):
     async def arun_episode(self, engine, data):
         await asyncio.sleep(1000)
@@ -244,7 +249,7 @@ def _experiment(model_folder: Path) -> dict[str, Any]:
         "workflow": "workflows.guess.GuessWorkflow",
         "workflow_args": {"turns": 3},
         "reward_fn": "workflows.rewards.guess.hit_secret",
-        "gconfig": {"n_samples": 4, "max_new_tokens": 1, "temperature": 1.0},
+        "gconfig": {"n_samples": 4, "max_new_tokens": 4, "temperature": 1.0},
         "rollout": {"max_concurrent_rollouts": 12, "max_head_offpolicyness": 2},
         "actor": {"optimizer": {"lr": 5e-4}, "ppo_n_minibatches": 2},
     }

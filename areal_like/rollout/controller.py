@@ -143,6 +143,7 @@ class RolloutController:
         if self._producer is not None:
             _, unfinished = await asyncio.wait({self._producer}, timeout=_STOP_GRACE)
             if unfinished:
+                self._producer = None  # stopping again does not wait again
                 logger.error("rollouts: a workflow has ignored its cancellation for %s s; leaving it", _STOP_GRACE)
 
     def statistics(self) -> RolloutStatistics:

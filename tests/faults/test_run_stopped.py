@@ -79,3 +79,15 @@ def test_a_second_ctrl_c_does_not_wait_for_the_checkpoint(workspace: Workspace) 
     assert launched.left() == {}
     assert summary_of(launched.paths)["stopped_by"] == "SIGINT"
     assert list(launched.paths.checkpoints.iterdir()) == []
+
+
+def test_user_code_that_blocks_everything_does_not_keep_the_run_alive(workspace: Workspace) -> None:
+    launched = workspace.start_run("blocked", *ENDLESS, "workflow=tasks.Blocking", "workflow_args={}", "reward_fn=null")
+    launched.until(lambda: "blocking now" in launched.out_file.read_text(), "the event loop is blocked")
+    launched.note_processes()
+    launched.press_ctrl_c()
+    ended = launched.end(60)
+    assert ended.seconds < PROMISED
+    assert ended.status == 128 + signal.SIGINT
+    assert "SIGINT was not followed in time" in ended.err
+    assert launched.left() == {}

@@ -1,0 +1,120 @@
+"""The event loop of a run: its signals, and an end that user code cannot put off.
+
+Ctrl-C, SIGTERM --> a wish to stop --> the run ends in order
+              |                          (unless user code blocks the loop, or refuses its cancellation)
+              +---- FORCE_AFTER --> children killed, sockets and shared memory removed, exit
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, NoReturn
+
+import psutil
+import uvloop
+
+from areal_like.control.supervision import Stop
+from areal_like.errors import ArealLikeError
+from areal_like.rollout.failure import root_of
+from launcher.leftovers import sweep
+
+logger = logging.getLogger(__name__)
+
+#: seconds from the first signal to the end by force; what is left of the 10 s that we promise is for cleaning up
+FORCE_AFTER = 9.0
+#: and from a repeated one
+FORCE_AFTER_REPEATED = 5.0
+#: seconds that killed children get to be gone
+_KILL_WAIT = 0.5
+#: seconds that tasks left over at the end get to be cancelled
+_TASKS_GRACE = 1.0
+
+
+class Interrupted(ArealLikeError):
+    """The run was asked to end before it had begun to train, or to end at once."""
+
+
+def run_to_end(main: Callable[[Stop], Coroutine[Any, Any, None]], *, run_id: str) -> int:
+    """Run ``main`` on uvloop, with Ctrl-C and SIGTERM as wishes to stop; returns the exit status.
+
+    Raises:
+        Exception: what ``main`` raised, the first of it where it was a group.
+    """
+    stop = Stop()
+
+    async def guarded() -> int:
+        try:
+            await main(stop)
+        except Interrupted:
+            logger.warning("ended by %s before training began, or at once", stop.reason)
+        except BaseExceptionGroup as group:
+            raise root_of(group) from group
+        return 128 + signal.Signals[stop.reason] if stop.asked else 0
+
+    loop = uvloop.new_event_loop()
+    with _signals(loop, stop, run_id):
+        try:
+            return loop.run_until_complete(guarded())
+        finally:
+            _close(loop)
+
+
+@contextmanager
+def _signals(loop: asyncio.AbstractEventLoop, stop: Stop, run_id: str) -> Iterator[None]:
+    """Handlers of Python's own, not the loop's: they run while user code blocks the loop, too.
+
+    Their timers go on after the loop: a thread that user code left behind may still hold up the end of the process.
+    """
+    timers: list[threading.Timer] = []
+
+    def heard(number: int, frame: FrameType | None) -> None:
+        with suppress(RuntimeError):  # the loop is closed: the run is over but for the end of this process
+            loop.call_soon_threadsafe(stop.ask, signal.Signals(number).name)
+        seconds = FORCE_AFTER_REPEATED if timers else FORCE_AFTER
+        timers.append(threading.Timer(seconds, _end_by_force, (run_id, number)))
+        timers[-1].daemon = True
+        timers[-1].start()
+
+    before = {number: signal.signal(number, heard) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _close(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancel what is left, and close; ``asyncio.Runner`` would wait for ever for a task that refuses."""
+    try:
+        if tasks := asyncio.all_tasks(loop):
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(tasks, timeout=_TASKS_GRACE))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()
+
+
+def _end_by_force(run_id: str, number: int) -> NoReturn:
+    """Runs on a thread of its own while the main thread is stuck."""
+    name = signal.Signals(number).name
+    sys.stderr.write(
+        f"areal-like: {name} was not followed in time, as user code blocks the event loop, a thread, or its own "
+        f"cancellation; ended by force\n"
+    )
+    sys.stderr.flush()
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(children, timeout=_KILL_WAIT)
+    sweep(run_id)
+    os._exit(128 + number)
