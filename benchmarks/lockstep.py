@@ -19,6 +19,26 @@ from areal_like.rollout.tokenizer import load_tokenizer
 Generate = Callable[[Sequence[ModelRequest]], list[ModelResponse]]
 
 
+def core_of(config: ExperimentConfig) -> ExperimentConfig:
+    """``config``, if it keeps to what the short baseline repeats: no other models, regularisers or shaping.
+
+    Raises:
+        SystemExit: it does not; the baseline would train something else without a word.
+    """
+    actor = config.actor
+    beyond = {
+        "critic": config.critic is not None,
+        "ref": config.ref is not None,
+        "actor.objective: m2po": actor.objective == "m2po",
+        "actor.entropy_coef": actor.entropy_coef != 0.0,
+        "actor.shaping": actor.shaping != type(actor.shaping)(),
+    }
+    found = [key for key, used in beyond.items() if used]
+    if found:
+        raise SystemExit(f"the synchronous baseline does without {', '.join(found)}; remove it, or use areal-like run")
+    return config
+
+
 class LockstepEngine:
     """An ``InferenceEngine`` for ``running`` concurrent episodes over one function that answers a whole batch."""
 

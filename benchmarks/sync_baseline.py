@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lockstep import Episodes
+from lockstep import Episodes, core_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -46,7 +46,7 @@ class Policy:
     """A Hugging Face model that writes answers and learns from them."""
 
     def __init__(self, config: ExperimentConfig) -> None:
-        torch.manual_seed(config.seed)
+        torch.manual_seed(core_of(config).seed)
         torch.set_num_threads(config.actor.threads)
         path, kernel = config.model.path, config.model.attn_implementation
         self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=kernel)

@@ -26,7 +26,7 @@ from areal_like.rollout.plugins import check_workflow, import_callable
 from areal_like.weights.segments import segment_directory
 from launcher.devices import Machine, this_machine
 from launcher.engines import check_capabilities, engine_environment
-from launcher.model_files import ModelFacts, inspect_model
+from launcher.model_files import ModelFacts, inspect_model, vocabulary_size
 from launcher.processes import compute_threads, gpus_wanted, plan_processes
 from launcher.run_directory import check_run_directory
 
@@ -59,6 +59,7 @@ def check_experiment(
     gathered = _Gathered()
     gathered.run(lambda: check_backend(config, machine))
     model = gathered.run(lambda: inspect_model(Path(config.model.path)))
+    gathered.run(lambda: check_companions(config))
     rows = gathered.run(lambda: _read_dataset("train_dataset.path", config.train_dataset.path, None)) or []
     valid = _valid_rows(config, gathered)
     gathered.run(lambda: check_plugins(config))
@@ -121,6 +122,25 @@ def check_engine(config: ExperimentConfig) -> None:
         return
     python, version = engine_environment(config)
     check_capabilities(config, version, where=python)
+
+
+def check_companions(config: ExperimentConfig) -> None:
+    """The folders of critic and reference hold models; the reference's words are the policy's."""
+    ref = config.ref.path if config.ref is not None else None
+    critic = config.critic.path if config.critic is not None else None
+    for key, path in (("critic.path", critic), ("ref.path", ref)):
+        if path is not None:
+            try:
+                inspect_model(Path(path))
+            except ConfigError as error:
+                raise ConfigError(str(error).replace("model.path", key, 1)) from None
+    if ref is not None:
+        sizes = [vocabulary_size(Path(path)) for path in (config.model.path, ref)]
+        if None not in sizes and sizes[0] != sizes[1]:
+            raise ConfigError(
+                f"ref.path: {ref} knows {sizes[1]} tokens and model.path knows {sizes[0]}: their log-probs are not "
+                "comparable; name a model of the same family"
+            )
 
 
 def check_plugins(config: ExperimentConfig) -> None:

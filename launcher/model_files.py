@@ -55,6 +55,13 @@ def inspect_model(folder: Path) -> ModelFacts:
     )
 
 
+def vocabulary_size(folder: Path) -> int | None:
+    """Tokens that the model knows, if its config tells. Raises: ConfigError: there is no config."""
+    config = _read_json(folder / "config.json")
+    size = config.get("text_config", config).get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
 def _weight_files(folder: Path) -> list[Path]:
     for name in _SINGLE_WEIGHTS:
         if (folder / name).is_file():

@@ -199,6 +199,14 @@ def test_a_recorded_run_is_replayed(
         baseline.replay(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "section", [{"ref": {}}, {"actor": {"entropy_coef": 0.1}}, {"actor": {"shaping": {"scaling": 2.0}}}]
+)
+def test_what_it_would_leave_out_is_refused(baseline: ModuleType, model_dir: Path, section: dict[str, Any]) -> None:
+    with pytest.raises(SystemExit, match="does without"):
+        baseline.Policy(experiment(model_dir, **section))
+
+
 def test_generated_log_probs_are_those_that_training_recomputes(baseline: ModuleType, model_dir: Path) -> None:
     """Temperature and the stop-token ban are sampled from, reported and replayed alike."""
     from areal_like.api import ModelRequest

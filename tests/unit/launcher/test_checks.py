@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import socket
 import sys
 from collections.abc import Callable
@@ -46,6 +48,8 @@ def test_a_sound_experiment_passes_without_warnings(experiment: Experiment) -> N
             "has no vllm; install it there, or `make engines`",
         ),
         ({"rollout": {"backend": "embedded:d2t2"}}, "an embedded server computes on one device; use embedded:d2"),
+        ({"ref": {"path": "nowhere/ref"}}, "ref.path: nowhere/ref does not exist"),
+        ({"actor": {"advantage": "gae"}, "critic": {"path": "nowhere/critic"}}, "critic.path: nowhere/critic does"),
         ({"rollout": {"device": "cuda"}}, "rollout.device: 'cuda' was asked for, and torch can use no GPU here"),
         ({"actor": {"device": "cuda"}}, "actor.device: 'cuda' was asked for"),
         ({"workflow": "words_for_checks.Wrods"}, "has no 'Wrods'; did you mean 'Words'?"),
@@ -64,6 +68,17 @@ def test_a_sound_experiment_passes_without_warnings(experiment: Experiment) -> N
 )
 def test_each_fault_is_named(experiment: Experiment, changes: dict[str, Any], said: str) -> None:
     assert said in fault(experiment(**changes))
+
+
+def test_a_reference_of_another_vocabulary_is_refused(experiment: Experiment, tmp_path: Path) -> None:
+    folders = [shutil.copytree(experiment().model.path, tmp_path / name) for name in ("policy", "ref")]
+    policy, ref = ({"path": str(folder)} for folder in folders)
+    assert check_experiment(experiment(model=policy, ref=ref), machine=LAPTOP).warnings == ()
+    for folder, size in zip(folders, (32, 48), strict=True):
+        content = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(content | {"vocab_size": size}))
+    said = fault(experiment(model=policy, ref=ref))
+    assert "knows 48 tokens and model.path knows 32" in said and "not comparable" in said
 
 
 def test_a_bad_line_of_a_dataset_is_named_by_its_number(experiment: Experiment, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from areal_like.train.engine import TrainEngine
 from areal_like.train.model import PolicyModel, load_language_model, replayed_sampling
 from areal_like.train.ppo import Companions, PpoUpdate
 from areal_like.train.reference import Reference
+from areal_like.train.sft import SftUpdate, supervised_row
 
 VOCABULARY = 19
 EOS = 2
@@ -258,6 +259,14 @@ def kl_off_a_groups_rewards(parallel, folder: Path):
     return _helped(parallel, folder, actor, companions, random_batch(seed=7))
 
 
+def supervised(parallel, folder: Path):
+    actor = _actor(mb_spec={"packing": "packed", "max_tokens_per_mb": 25})
+    engine = build_engine(folder, parallel, actor)
+    rows = [supervised_row(r.token_ids.tolist(), r.loss_mask.tolist()) for r in random_batch()[1].values()]
+    reports = [SftUpdate(engine, actor.mb_spec).run(rows) for _ in range(2)]
+    return weights_of(engine), {"loss": reports[-1].loss, "train/skipped_minibatches": 0}
+
+
 def _helped(parallel, folder: Path, actor: ActorConfig, companions: Companions, data):
     engine = build_engine(folder, parallel, actor)
     report = run_update(engine, actor, *data, companions)
@@ -284,6 +293,7 @@ SCENARIOS = {
         critic_and_reference,
         bounded_by_second_moment,
         kl_off_a_groups_rewards,
+        supervised,
         single_precision,
     )
 }
