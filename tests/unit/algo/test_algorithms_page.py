@@ -4,39 +4,67 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel
 
-from areal_like.algo.norms import ADVANTAGES, norm_settings
-from areal_like.algo.objectives import OBJECTIVES
+from areal_like.algo.norms import ADVANTAGES
+from areal_like.algo.objectives import OBJECTIVES, get_objective
 from areal_like.algo.offpolicy import empty, finalise
+from areal_like.algo.settings import objective_settings, shaping_settings
 from areal_like.config.actor import ActorConfig
+from areal_like.config.critic import CriticConfig
+from areal_like.config.experiment import ExperimentConfig
+from areal_like.config.load import config_from_mapping
+from areal_like.config.reference import ReferenceConfig
+from areal_like.config.shaping import ShapingConfig
 from areal_like.config.yaml_text import parse_yaml
 
 PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_every_example_is_a_valid_actor_section(block: str) -> None:
+def experiment(block: str) -> ExperimentConfig:
+    """The block's sections in an experiment that has nothing else to say."""
     tree = parse_yaml(block, source="docs/algorithms.md").tree
-    assert set(tree) == {"actor"}
-    ActorConfig.model_validate(tree["actor"])
+    rest: dict[str, Any] = {
+        "experiment_name": "page",
+        "trial_name": "test",
+        "total_train_steps": 1,
+        "model": {"path": "m"},
+        "train_dataset": {"path": "d.jsonl", "batch_size": 8},
+        "workflow": "a.B",
+        "gconfig": {"n_samples": 8},
+    }
+    return config_from_mapping({**rest, **tree}, source="docs/algorithms.md")
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_every_example_is_a_valid_experiment(block: str) -> None:
+    actor = experiment(block).actor
+    assert get_objective(actor.objective)
+    assert objective_settings(actor) and shaping_settings(actor.shaping, 8)
 
 
 def test_every_objective_and_named_method_is_on_the_page() -> None:
-    assert all(f"| `{name}`" in PAGE for name in OBJECTIVES)
-    examples = [ActorConfig.model_validate(parse_yaml(b, source="page").tree["actor"]) for b in BLOCKS]
-    assert {e.objective for e in examples} | {"gspo_token"} == set(OBJECTIVES)  # needs no example beside gspo's
-    shown = [norm_settings(e.adv_norm) for e in examples]
-    assert all(norm in shown for norm in ADVANTAGES.values())
+    assert all(f"| `{name}`" in PAGE for name in (*OBJECTIVES, *ADVANTAGES, "gae"))
+    examples = [experiment(block).actor for block in BLOCKS]
+    assert {e.objective for e in examples} == set(OBJECTIVES)
+    assert {e.advantage for e in examples} == {*ADVANTAGES, "gae", None}
     for key in ("prox", "aggregation"):
         assert all(f"`{choice}`" in PAGE for choice in get_args(ActorConfig.model_fields[key].annotation))
 
 
 def test_the_first_example_is_the_default() -> None:
-    assert ActorConfig.model_validate(parse_yaml(BLOCKS[0], source="page").tree["actor"]) == ActorConfig()
+    assert experiment(BLOCKS[0]).actor == ActorConfig()
+
+
+@pytest.mark.parametrize("section", [ActorConfig, ShapingConfig, CriticConfig, ReferenceConfig])
+def test_every_key_that_decides_what_is_learned_is_on_the_page(section: type[BaseModel]) -> None:
+    placement = {"backend", "device", "optimizer", "mb_spec", "gradient_checkpointing", "threads", "ppo_n_minibatches"}
+    placement |= {"start_timeout", "step_timeout", "compile", "offload_optimizer", "shard_size", "path", "lora"}
+    assert [key for key in section.model_fields if key not in placement and key not in PAGE] == []
 
 
 def test_every_figure_of_the_page_is_reported() -> None:

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from areal_like.algo.kl import KlEstimator, kl_estimate, kl_loss
+from areal_like.algo.ppo import decoupled_ppo
+from areal_like.algo.settings import ObjectiveSettings
+from areal_like.algo.terms import PolicyTerms
 
 V = 5
 ESTIMATORS: tuple[KlEstimator, ...] = ("k1", "k2", "k3")
@@ -72,6 +75,35 @@ def test_monte_carlo_agrees(estimator: KlEstimator) -> None:
     loss_T.mean().backward()
     assert theta_V.grad is not None
     torch.testing.assert_close(theta_V.grad, expected_gradient(estimator, behave_V), rtol=0.1, atol=0.05)
+
+
+def reward_gradient(estimator: KlEstimator) -> torch.Tensor:
+    """E over every token the behaviour policy may write, where the estimate is taken off the reward of decoupled PPO."""
+    theta_V, behave = logits(0).requires_grad_(), torch.log_softmax(logits(2), 0)
+    theta, every = torch.log_softmax(theta_V, 0), torch.ones(V, dtype=torch.bool)
+    prox = theta.detach()
+    terms = PolicyTerms(
+        theta_T=theta,
+        prox_T=prox,
+        behave_T=behave,
+        advantage_T=-kl_estimate(estimator, prox, torch.log_softmax(logits(1), 0), every),
+        mask_T=every,
+        row_T=torch.arange(V),
+        rows=V,
+    )
+    loss_T = decoupled_ppo(terms, ObjectiveSettings(behave_cap=None)).loss_T
+    (behave.exp() * loss_T).sum().backward()
+    assert theta_V.grad is not None
+    return theta_V.grad
+
+
+def test_in_the_reward_only_k1_has_the_kls_gradient_off_policy_too() -> None:
+    theta_V = logits(0).requires_grad_()
+    true_kl(theta_V, logits(1)).backward()
+    torch.testing.assert_close(reward_gradient("k1"), theta_V.grad, rtol=1e-10, atol=1e-12)
+    assert theta_V.grad is not None
+    for wrong in ("k2", "k3"):
+        assert not torch.allclose(reward_gradient(wrong), theta_V.grad, rtol=0.1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

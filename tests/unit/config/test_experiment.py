@@ -35,6 +35,14 @@ def test_a_sound_experiment_is_accepted() -> None:
         ({"gconfig": {"n_samples": 2, "temperature": 0.0}}, "gconfig.temperature"),
         ({"gconfig": {"n_samples": 2, "greedy": True}}, "gconfig.greedy"),
         ({"gconfig": {"n_samples": 1}, "rollout": {"drop_equal_rewards": True}}, "n_samples of at least 2"),
+        ({"actor": {"advantage": "gae"}}, "needs a value model; add a section critic"),
+        ({"critic": {}}, "critic: has no effect with actor.advantage: null"),
+        ({"critic": {}, "actor": {"advantage": "rloo"}}, "has no effect with actor.advantage: rloo"),
+        ({"ref": {"kl_in": "reward"}}, "kl_estimator: k3 does not have the KL's gradient"),
+        (
+            {"actor": {"shaping": {"overlong_margin": 9}}, "gconfig": {"n_samples": 2, "max_new_tokens": 8}},
+            "overlong_margin (9) exceeds the limit of 8 tokens",
+        ),
         ({"rollout": {"max_head_offpolicyness": -1}}, "rollout.max_head_offpolicyness"),
         ({"recover": {"mode": "auto"}}, "recover.mode"),
     ],
@@ -43,6 +51,13 @@ def test_what_cannot_work_is_refused_with_its_key(sections: dict[str, Any], said
     with pytest.raises(ConfigError) as refused:
         config_from_mapping(_tree(**sections))
     assert said in str(refused.value)
+
+
+def test_a_named_advantage_is_read_back_from_the_resolved_file() -> None:
+    config = config_from_mapping(_tree(actor={"advantage": "rloo"}))
+    again = config_from_mapping(config.model_dump(mode="json"))
+    assert again == config
+    assert again.actor.normalisation.mean_leave1out
 
 
 def test_evaluation_may_sample_as_it_likes() -> None:
