@@ -1,0 +1,225 @@
+"""What contract tests share: for each engine a server that lives as long as the session, and a line to it per test."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from subjects import (
+    ROOT,
+    SUBJECTS,
+    TOKEN,
+    ServerProcess,
+    Subject,
+    build_tiny,
+    load_model,
+    load_tokenizer,
+    perturbed,
+    python_of,
+    reference_logprobs,
+    running,
+)
+
+from areal_like.api.generation import GenerationHyperparameters, ModelRequest, ModelResponse
+from areal_like.api.weights import InterruptMode, Manifest, TransportKind
+from areal_like.client.generation import RemoteEngine
+from areal_like.client.health import HealthPolicy
+from areal_like.client.pool import ServerPool
+from areal_like.client.retry import RetryPolicy
+from areal_like.client.stitching import TextRules
+from areal_like.inference.backends import get_backend
+from areal_like.inference.backends.base import LinkSettings, ServerLink
+from areal_like.weights.channel import WeightChannel
+from areal_like.weights.segments import list_segments, remove_segments
+from areal_like.weights.transports.base import WeightWriter, make_writer
+
+#: one for the whole session: a server that lives through many tests never sees a version again
+_VERSIONS = itertools.count(1)
+_KEPT = 3
+
+
+def _parameters() -> list[Any]:
+    marks = {"embedded": []}
+    return [pytest.param(name, marks=marks.get(name, [pytest.mark.engines])) for name in SUBJECTS]
+
+
+@pytest.fixture(scope="session", params=_parameters())
+def subject(request: pytest.FixtureRequest) -> Subject:
+    found = SUBJECTS[request.param]
+    if found.name != "embedded" and not python_of(found.name).exists():
+        pytest.skip(f"no .venv-{found.name}: make engines")
+    return found
+
+
+@pytest.fixture(scope="session")
+def model_path(subject: Subject, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if subject.name == "embedded":
+        return build_tiny(tmp_path_factory.mktemp("tiny-llama"))
+    path = ROOT / "models" / "smollm2"
+    if not path.exists():
+        pytest.skip("no models/smollm2: make smollm2")
+    return path
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("servers")
+
+
+@pytest.fixture(scope="session")
+def server(subject: Subject, model_path: Path, folder: Path) -> Iterator[ServerProcess]:
+    """Shared by every test that leaves it whole."""
+    with running(subject, model_path, folder) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def trained(subject: Subject, model_path: Path) -> Any:
+    """The trainer's model, in the dtype that travels."""
+    return load_model(model_path, subject.dtype)
+
+
+@pytest.fixture(scope="session")
+def oracle(model_path: Path) -> Any:
+    """The same model in float32, into which any version can be put."""
+    return load_model(model_path, "float32").eval()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_path: Path) -> Any:
+    return load_tokenizer(model_path)
+
+
+@dataclass(slots=True, kw_only=True)
+class Trainer:
+    """Exports version v of a model. ``change`` may spoil what is exported."""
+
+    model: Any
+    writer: WeightWriter
+    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = field(default=lambda weights: weights)
+
+    made: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+
+    def weights(self, version: int) -> dict[str, torch.Tensor]:
+        """Making them takes seconds on a real model; the last few are kept."""
+        if version not in self.made:
+            self.made[version] = perturbed(self.model, version)
+            for older in sorted(self.made)[:-_KEPT]:
+                del self.made[older]
+        return self.made[version]
+
+    async def export_weights(self, version: int, incarnation: int) -> Manifest:
+        return self.writer.write(version, incarnation, iter(self.change(self.weights(version)).items()))
+
+
+@dataclass(slots=True, kw_only=True)
+class Line:
+    """An engine over one server, and a channel that publishes to it."""
+
+    subject: Subject
+    server: ServerProcess
+    link: ServerLink
+    pool: ServerPool
+    engine: RemoteEngine
+    channel: WeightChannel
+    trainer: Trainer
+    oracle: Any
+    run_id: str
+    version: int = 0
+
+    def prepare(self) -> int:
+        """Make the weights of the next version, so that publishing it takes no longer than it must."""
+        version = next(_VERSIONS)
+        self.trainer.weights(version)
+        return version
+
+    async def publish(self, version: int | None = None) -> int:
+        """Publish a version that the server has not seen, and return it."""
+        version = version or self.prepare()
+        await self.channel.publish(version)
+        self.version = version
+        return version
+
+    async def ask(self, prompt: list[int], **gconfig: Any) -> ModelResponse:
+        seed = gconfig.pop("seed", None)
+        settings = GenerationHyperparameters(**{"ignore_eos": True, **gconfig})
+        return await self.engine.agenerate(ModelRequest(input_ids=prompt, gconfig=settings, seed=seed))
+
+    def distance(
+        self, answer: ModelResponse, version: int, first: int = 0, last: int | None = None, **how: float
+    ) -> float:
+        """Mean |log-prob − reference| of tokens [first, last) under the weights of ``version``."""
+        last = answer.output_len if last is None else last
+        tokens = [*answer.input_tokens, *answer.output_tokens]
+        expected = reference_logprobs(
+            self.oracle, self.trainer.weights(version), tokens, answer.output_len, **{"temperature": 1.0, **how}
+        )
+        pairs = list(zip(answer.output_logprobs, expected, strict=True))[first:last]
+        return sum(abs(ours - theirs) for ours, theirs in pairs) / len(pairs)
+
+
+@pytest.fixture
+def run_id() -> Iterator[str]:
+    name = f"contract-{uuid.uuid4().hex[:12]}"
+    yield name
+    left = list_segments(name)
+    remove_segments(name)
+    assert left == ()
+
+
+@pytest.fixture
+def open_line(subject: Subject, trained: Any, oracle: Any, tokenizer: Any, run_id: str, tmp_path: Path) -> Any:
+    """Opens a :class:`Line` to a server; the server's first version is published."""
+
+    @asynccontextmanager
+    async def opened(
+        server: ServerProcess,
+        *,
+        interrupt: InterruptMode = InterruptMode.KEEP,
+        transport: TransportKind = TransportKind.SHM,
+        timeout: float = 120.0,
+        update_timeout: float = 60.0,
+        publish: bool = True,
+    ) -> AsyncIterator[Line]:
+        backend = get_backend(subject.name)
+        version = await backend.version(server.url, token=TOKEN, timeout=30)
+        settings = LinkSettings(token=TOKEN, version=version, transport=transport)
+        link = backend.connect(server.name, server.url, settings)
+        async with AsyncExitStack() as stack:
+            writer = make_writer(transport, run_id=run_id, directory=tmp_path / "weights", bucket_bytes=16 * 2**20)
+            stack.callback(writer.close)
+            pool = await stack.enter_async_context(ServerPool(replace(HealthPolicy(), readmit_after=0.2)))
+            await pool.add(server.name, server.url, link.control, link.dialect)
+            rules = TextRules(decode=tokenizer.decode)
+            engine = await stack.enter_async_context(
+                RemoteEngine(pool, token=TOKEN, timeout=timeout, retry=RetryPolicy(first=0.05, limit=0.5), rules=rules)
+            )
+            trainer = Trainer(model=trained, writer=writer)
+            channel = WeightChannel(trainer, pool, interrupt=interrupt, timeout=update_timeout)
+            line = Line(
+                subject=subject, server=server, link=link, pool=pool, engine=engine, channel=channel, trainer=trainer,
+                oracle=oracle, run_id=run_id,
+            )  # fmt: skip
+            if publish:
+                await line.publish()
+            yield line
+
+    return opened
+
+
+@pytest.fixture
+async def line(open_line: Any, server: ServerProcess) -> AsyncIterator[Line]:
+    """The shared server under a version of its own, with interrupt=keep over shm."""
+    async with open_line(server) as opened:
+        yield opened

@@ -1,0 +1,244 @@
+"""The engines that the contract is tested on: how each is started, with which model, and how closely it computes."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from areal_like.inference.backends import get_engine
+from areal_like.inference.spec import EngineSpec, InferenceServerSpec
+from launcher.environments import installed_version
+
+ROOT = Path(__file__).parents[2]
+TOKEN = "contract-token"
+CONTEXT = 640
+BATCH = 128
+#: seconds a server may take to start on a machine that does other things too
+START = 400.0
+
+_PLAY = """
+import sys
+from areal_like.inference.spec import EngineSpec, InferenceServerSpec
+kind, spec, token = sys.argv[1:]
+ready = lambda url: print("READY", url, flush=True)
+if kind == "embedded":
+    from areal_like.inference.embedded.server import run_server
+    run_server(InferenceServerSpec.model_validate_json(spec), token, ready)
+else:
+    from launcher.engine_process import run_engine
+    run_engine(EngineSpec.model_validate_json(spec), token, ready)
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """One engine.
+
+    Attributes:
+        noise: mean |log-prob − float32 reference| per token that its arithmetic explains.
+        apart: the same distance between two of the test's versions is at least this.
+        spans: it tells which version wrote each token.
+    """
+
+    name: str
+    dtype: str
+    noise: float
+    apart: float
+    spans: bool = True
+
+
+EMBEDDED = Subject(name="embedded", dtype="float32", noise=1e-4, apart=0.1)
+VLLM = Subject(name="vllm", dtype="bfloat16", noise=0.06, apart=0.15)
+SUBJECTS = {subject.name: subject for subject in (EMBEDDED, VLLM)}
+
+
+def python_of(name: str) -> Path:
+    return ROOT / f".venv-{name}" / "bin" / "python"
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerProcess:
+    """A server in a process of its own, and everything that process starts."""
+
+    name: str
+    url: str
+    process: subprocess.Popen[str]
+    log: Path
+    began: float = field(default_factory=time.time)
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def engine(self) -> psutil.Process:
+        """The process that answers HTTP."""
+        children = psutil.Process(self.process.pid).children()
+        return children[0] if children else psutil.Process(self.process.pid)
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")[-3000:]
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(15)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait(10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@contextmanager
+def running(subject: Subject, model: Path, folder: Path, name: str = "s0") -> Iterator[ServerProcess]:
+    """Start a server and wait until it serves; it is gone afterwards, and nothing of it is left."""
+    log = folder / f"{name}-{secrets.token_hex(3)}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _PLAY, subject.name, _spec(subject, model, name), TOKEN],
+            stdout=subprocess.PIPE,
+            stderr=output,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            start_new_session=True,
+            cwd=ROOT,
+        )
+    server = ServerProcess(name=name, url="", process=process, log=log)
+    try:
+        server.url = _wait_ready(server)
+        yield server
+    finally:
+        server.end()
+
+
+def _spec(subject: Subject, model: Path, name: str) -> str:
+    if subject.name == "embedded":
+        return InferenceServerSpec(
+            name=name, model_path=str(model), dtype="float32", max_batch_size=BATCH, context_length=CONTEXT
+        ).model_dump_json()
+    python = python_of(subject.name)
+    return EngineSpec(
+        backend="vllm" if subject.name == "vllm" else "sglang",
+        name=name,
+        python=str(python),
+        version=installed_version(str(python), get_engine(subject.name).package),
+        model_path=str(model),
+        dtype="bfloat16",
+        max_batch_size=BATCH,
+        context_length=CONTEXT,
+        start_timeout=START,
+    ).model_dump_json()
+
+
+def _wait_ready(server: ServerProcess) -> str:
+    """Engines print on the same pipe: every line is read until ours comes."""
+    assert server.process.stdout is not None
+    for line in server.process.stdout:
+        words = line.split()
+        if words[:1] == ["READY"]:
+            return words[1]
+    raise AssertionError(f"{server.name} did not start:\n{server.said()}")
+
+
+def build_tiny(folder: Path) -> Path:
+    """A random Llama with tied embeddings and SmolLM2's tokenizer cut to bytes: enough for an engine of our own."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2 * CONTEXT,
+        tie_word_embeddings=True,
+        initializer_range=0.4,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(json.dumps(_letters()))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "pad_token": "</s>"})
+    )
+    return folder
+
+
+def _letters() -> dict[str, Any]:
+    """Every id is one or two letters, so that stop strings can lie across tokens."""
+    alphabet = "abcdefghijklmnopqrstuvwxyz"
+    words = ["<unk>", "<s>", "</s>", *alphabet, *(a + b for a in alphabet for b in alphabet)][:320]
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": i, "content": words[i], "special": True, "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": False}
+            for i in range(3)
+        ],
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False},
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(words)}, "unk_token": "<unk>"},
+    }  # fmt: skip
+
+
+def load_model(folder: Path, dtype: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+
+
+def load_tokenizer(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def perturbed(model: Any, version: int) -> dict[str, torch.Tensor]:
+    """The weights of version ``version``: the model's own at 0, else moved by a seeded amount. Tied tensors once."""
+    generator = torch.Generator().manual_seed(version)
+    moved = {}
+    for name, parameter in model.named_parameters():
+        tensor = parameter.detach()
+        if version:
+            noise = torch.randn(tensor.shape, generator=generator) * tensor.float().std() * 0.03
+            tensor = (tensor.float() + noise).to(tensor.dtype)
+        moved[name] = tensor
+    return moved
+
+
+def reference_logprobs(
+    model: Any,
+    weights: dict[str, torch.Tensor],
+    tokens: Sequence[int],
+    written: int,
+    *,
+    temperature: float,
+    top_p: float = 1.0,
+) -> list[float]:
+    """Log-probs of the last ``written`` tokens by a float32 forward pass of Hugging Face's own code.
+
+    ``top_p`` keeps the fewest most likely tokens whose probabilities reach it, and renormalises.
+    """
+    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=False)
+    with torch.inference_mode():
+        logits = model(torch.tensor([list(tokens)])).logits[0, -written - 1 : -1].float()
+    logprobs = torch.log_softmax(logits / temperature, -1)
+    if top_p < 1.0:
+        ordered, order = logprobs.sort(-1, descending=True)
+        before = ordered.exp().cumsum(-1) - ordered.exp()
+        kept = torch.zeros_like(logprobs, dtype=torch.bool).scatter(-1, order, before < top_p)
+        logprobs = torch.log_softmax(logprobs.masked_fill(~kept, -torch.inf), -1)
+    found: list[float] = logprobs.gather(-1, torch.tensor(list(tokens[-written:]))[:, None])[:, 0].tolist()
+    return found

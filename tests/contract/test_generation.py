@@ -1,0 +1,120 @@
+"""What every engine promises about one answer (DESIGN.md, section 5)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from areal_like.api.generation import StopReason
+from areal_like.errors import RequestError
+
+if TYPE_CHECKING:
+    from conftest import Line
+
+pytestmark = pytest.mark.timeout(600)
+
+PROMPT = [10, 200, 31, 77, 150, 42]
+
+
+async def test_logprobs_are_those_of_the_distribution_sampled_from(line: Line) -> None:
+    answer = await line.ask(PROMPT, max_new_tokens=24, temperature=0.7)
+    assert answer.output_len == 24
+    assert line.distance(answer, line.version, temperature=0.7) < line.subject.noise
+    assert line.distance(answer, line.version, temperature=1.0) > 3 * line.subject.noise
+
+
+async def test_for_evaluation_top_p_is_in_the_logprobs_too(line: Line) -> None:
+    """The nucleus' edge depends on the last bits of the arithmetic: most tokens must agree, not all."""
+    answer = await line.ask(PROMPT, max_new_tokens=24, temperature=0.7, top_p=0.9)
+    plain = line.distance(answer, line.version, temperature=0.7)
+    within = line.distance(answer, line.version, temperature=0.7, top_p=0.9)
+    assert within < 2 * line.subject.noise + 1e-3
+    assert within < plain
+
+
+async def test_the_budget_ends_an_answer(line: Line) -> None:
+    answer = await line.ask(PROMPT, max_new_tokens=5)
+    assert (answer.output_len, answer.stop_reason) == (5, StopReason.LENGTH)
+    assert len(answer.output_logprobs) == len(answer.output_versions) == 5
+    assert set(answer.output_versions) == {line.version}
+
+
+async def test_the_context_is_a_budget_too(line: Line) -> None:
+    room = 6
+    context = line.pool.context_length
+    assert context is not None
+    answer = await line.ask([11] * (context - room), max_new_tokens=50)
+    assert (answer.output_len, answer.stop_reason) == (room, StopReason.LENGTH)
+
+
+async def test_a_stop_id_ends_an_answer_and_stays_in_it(line: Line) -> None:
+    free = await line.ask(PROMPT, max_new_tokens=12, greedy=True)
+    stop = free.output_tokens[5]
+    first = free.output_tokens.index(stop)
+    answer = await line.ask(PROMPT, max_new_tokens=12, greedy=True, stop_token_ids=(stop,))
+    assert answer.stop_reason is StopReason.STOP
+    assert answer.output_tokens == free.output_tokens[: first + 1]
+
+
+async def test_no_stop_before_the_minimum(line: Line) -> None:
+    free = await line.ask(PROMPT, max_new_tokens=12, greedy=True)
+    answer = await line.ask(
+        PROMPT, max_new_tokens=12, min_new_tokens=9, greedy=True, stop_token_ids=(free.output_tokens[0],)
+    )
+    assert answer.output_len >= 9
+
+
+async def test_a_stop_string_ends_an_answer_and_is_trimmed(line: Line, tokenizer: Any) -> None:
+    free = await line.ask(PROMPT, max_new_tokens=16, greedy=True)
+    text = tokenizer.decode(free.output_tokens)
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    answer = await line.ask(PROMPT, max_new_tokens=16, greedy=True, stop=(stop,))
+    assert answer.stop_reason is StopReason.STOP
+    kept = tokenizer.decode(answer.output_tokens)
+    assert text.startswith(kept)
+    assert stop not in kept
+    assert answer.output_len < free.output_len
+
+
+async def test_a_seed_repeats_an_answer_and_another_does_not(line: Line) -> None:
+    first = await line.ask(PROMPT, max_new_tokens=16, seed=7)
+    again = await line.ask(PROMPT, max_new_tokens=16, seed=7)
+    other = await line.ask(PROMPT, max_new_tokens=16, seed=8)
+    assert first.output_tokens == again.output_tokens
+    assert first.output_tokens != other.output_tokens
+
+
+async def test_a_long_seeded_prompt_does_no_harm(line: Line) -> None:
+    """vLLM on a CPU dies of a seed with a prompt that is prefilled in chunks."""
+    assert line.pool.context_length is not None
+    prompt = [(7 * i) % 290 + 5 for i in range(line.pool.context_length - 20)]
+    answers = await asyncio.gather(*(line.ask(prompt, max_new_tokens=4, seed=i) for i in range(6)))
+    assert {answer.output_len for answer in answers} == {4}
+
+
+async def test_what_can_never_succeed_is_refused_at_once(line: Line) -> None:
+    assert line.pool.context_length is not None
+    with pytest.raises(RequestError, match="leaves no room"):
+        await line.ask([11] * line.pool.context_length, max_new_tokens=1)
+    with pytest.raises(RequestError):
+        await line.ask([10_000_000], max_new_tokens=1)
+    answer = await line.ask(PROMPT, max_new_tokens=2)
+    assert answer.output_len == 2
+
+
+async def test_many_at_once(line: Line) -> None:
+    prompts = [[*PROMPT, 5 + i] for i in range(256)]
+    answers = await asyncio.gather(*(line.ask(prompt, max_new_tokens=4) for prompt in prompts))
+    assert [answer.input_tokens for answer in answers] == prompts
+    assert {answer.output_len for answer in answers} == {4}
+    assert line.distance(answers[100], line.version) < 2 * line.subject.noise
+
+
+async def test_without_the_token_nothing_is_answered(line: Line) -> None:
+    async with httpx.AsyncClient(base_url=line.server.url, trust_env=False) as http:
+        for path in ("/generate", "/inference/v1/generate", "/pause", "/resume", "/update_weights", "/collective_rpc"):
+            assert (await http.post(path, json={})).status_code == 401
+    assert (await line.ask(PROMPT, max_new_tokens=1)).output_len == 1

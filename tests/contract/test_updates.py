@@ -1,0 +1,151 @@
+"""What every engine promises about new weights (DESIGN.md, sections 5 and 6)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from areal_like.api.generation import ModelResponse, StopReason
+from areal_like.api.weights import InterruptMode, TransportKind
+from areal_like.errors import WeightUpdateError
+
+if TYPE_CHECKING:
+    from conftest import Line
+    from subjects import ServerProcess
+
+pytestmark = pytest.mark.timeout(600)
+
+PROMPT = [10, 200, 31, 77, 150, 42]
+#: longer than two blocks of any engine's prefix cache
+LONG = [(7 * i) % 290 + 5 for i in range(400)]
+WEIGHTS = dict[str, torch.Tensor]
+
+
+async def running(line: Line, count: int = 1) -> None:
+    """Return once the server has ``count`` requests in hand."""
+    while (await line.link.control.health(timeout=30)).in_flight < count:  # noqa: ASYNC110  # another process
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("transport", list(TransportKind))
+async def test_after_an_update_the_server_has_the_trainers_weights(
+    open_line: Any, server: ServerProcess, transport: TransportKind
+) -> None:
+    """By log-probs, which see a tied head too: it takes part in every one."""
+    async with open_line(server, transport=transport) as line:
+        before = line.version
+        answer = await line.ask(PROMPT, max_new_tokens=16)
+        after = await line.publish()
+        newer = await line.ask(PROMPT, max_new_tokens=16)
+        assert line.distance(answer, before) < line.subject.noise
+        assert line.distance(answer, after) > line.subject.apart
+        assert line.distance(newer, after) < line.subject.noise
+        assert set(newer.output_versions) == {after}
+
+
+@pytest.mark.parametrize("mode", list(InterruptMode))
+async def test_an_update_in_the_middle_of_an_answer(open_line: Any, server: ServerProcess, mode: InterruptMode) -> None:
+    async with open_line(server, interrupt=mode) as line:
+        before = line.version
+        after = line.prepare()
+        asked = asyncio.create_task(line.ask(PROMPT, max_new_tokens=96))
+        await running(line)
+        await line.publish(after)
+        answer: ModelResponse = await asked
+        assert answer.output_len == 96
+        old = answer.output_versions.count(before)
+        if mode is InterruptMode.DRAIN:
+            assert old == 96
+            return
+        assert answer.output_versions == [before] * old + [after] * (96 - old)
+        assert 0 < old < 96
+        assert line.distance(answer, before, 0, old) < line.subject.noise
+        if mode is InterruptMode.RECOMPUTE:
+            assert line.distance(answer, after, old) < 1.5 * line.subject.noise
+        else:
+            assert line.distance(answer, before, old) > line.distance(answer, before, 0, old)
+
+
+@pytest.mark.parametrize("mode", list(InterruptMode))
+async def test_a_new_request_never_uses_the_old_prefix(
+    open_line: Any, server: ServerProcess, mode: InterruptMode
+) -> None:
+    """The same long prompt before and after, while another answer keeps the cache in use."""
+    async with open_line(server, interrupt=mode) as line:
+        await line.ask(LONG, max_new_tokens=2)
+        after = line.prepare()
+        other = asyncio.create_task(line.ask([*LONG, 9], max_new_tokens=64))
+        await running(line)
+        await line.publish(after)
+        answer = await line.ask(LONG, max_new_tokens=16)
+        await other
+        assert set(answer.output_versions) == {after}
+        assert line.distance(answer, after) < 1.5 * line.subject.noise
+
+
+async def test_a_stop_string_that_an_update_cuts_still_ends_the_answer(
+    open_line: Any, server: ServerProcess, tokenizer: Any
+) -> None:
+    async with open_line(server, interrupt=InterruptMode.RECOMPUTE) as line:
+        after = line.prepare()
+        asked = asyncio.create_task(line.ask(PROMPT, max_new_tokens=64, min_new_tokens=40, stop=("e", "a", "o")))
+        await running(line)
+        await line.publish(after)
+        answer = await asked
+        counted = tokenizer.decode(answer.output_tokens[40:-1])  # the last one may carry text before the stop string
+        assert answer.stop_reason is StopReason.STOP or answer.output_len == 64
+        assert not any(letter in counted for letter in "eao")
+
+
+async def test_pause_and_resume_may_be_repeated(line: Line) -> None:
+    control = line.link.control
+    asked = asyncio.create_task(line.ask(PROMPT, max_new_tokens=48))
+    await running(line)
+    for _ in range(2):
+        assert (await control.pause(incarnation=0, mode=InterruptMode.KEEP, timeout=30)).paused
+    assert (await control.health(timeout=30)).paused
+    queued = asyncio.create_task(line.ask(PROMPT, max_new_tokens=4))
+    done, _ = await asyncio.wait((asked, queued), timeout=1.0)
+    assert not done
+    for _ in range(2):
+        assert not (await control.resume(incarnation=0, timeout=30)).paused
+    assert ((await asked).output_len, (await queued).output_len) == (48, 4)
+
+
+def without_a_part(weights: WEIGHTS) -> WEIGHTS:
+    """One of the tensors that engines fuse into one."""
+    return {name: tensor for name, tensor in weights.items() if name != "model.layers.1.self_attn.k_proj.weight"}
+
+
+def of_another_shape(weights: WEIGHTS) -> WEIGHTS:
+    return {**weights, "model.norm.weight": weights["model.norm.weight"][:-1]}
+
+
+def with_a_stranger(weights: WEIGHTS) -> WEIGHTS:
+    return {**weights, "model.layers.99.mlp.gate.weight": torch.zeros(4, 4)}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without_a_part, r"k_proj.weight' is missing"),
+        (of_another_shape, r"model.norm.weight' has shape"),
+        (with_a_stranger, r"no tensor 'model.layers.99"),
+    ],
+)
+async def test_a_wrong_tensor_is_refused_and_the_server_goes_on(line: Line, change: Any, said: str) -> None:
+    before = line.version
+    line.trainer.change = change
+    with pytest.raises(WeightUpdateError, match=said):
+        await line.publish()
+    health = await line.link.control.health(timeout=30)
+    assert (health.version, health.paused) == (before, False)
+    line.trainer.change = lambda weights: weights
+    with pytest.raises(WeightUpdateError, match="none was in rotation"):
+        await line.publish()
+    line.version = (await line.channel.readmit(line.server.name)).version
+    answer = await line.ask(PROMPT, max_new_tokens=8)
+    assert line.distance(answer, line.version) < line.subject.noise
