@@ -78,7 +78,7 @@ def test_monte_carlo_agrees(estimator: KlEstimator) -> None:
 
 
 def reward_gradient(estimator: KlEstimator) -> torch.Tensor:
-    """E over every token the behaviour policy may write, where the estimate is taken off the reward of decoupled PPO."""
+    """E over every token that behave may write, where the estimate is taken off the reward of decoupled PPO."""
     theta_V, behave = logits(0).requires_grad_(), torch.log_softmax(logits(2), 0)
     theta, every = torch.log_softmax(theta_V, 0), torch.ones(V, dtype=torch.bool)
     prox = theta.detach()
