@@ -38,7 +38,7 @@ def _scaled(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _forward(
+def _softmax_forward(
     logits: Any, bias: Any, ban: Any, active: Any, target: Any, logprob: Any, entropy: Any, lse: Any,
     inverse: Any, stride: Any, V: Any, FLAGS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -73,7 +73,7 @@ def _forward(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _backward(
+def _softmax_backward(
     logits: Any, bias: Any, ban: Any, active: Any, target: Any, lse: Any, entropy: Any,
     grad_logprob: Any, grad_entropy: Any, inverse: Any, stride: Any, V: Any, FLAGS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -113,7 +113,7 @@ def softmax_figures(
     count, vocabulary = logits_CV.shape
     logprob_C, entropy_C, lse_C = (torch.empty(count, dtype=torch.float32, device=logits_CV.device) for _ in range(3))
     spare = logits_CV  # a pointer that is never read
-    _forward[(count,)](
+    _softmax_forward[(count,)](
         logits_CV,
         spare if bias_V is None else bias_V,
         spare if ban_V is None else ban_V,
@@ -147,7 +147,7 @@ def softmax_gradient_(
     """The gradient with respect to the raw logits, written over ``logits_CV``; arguments as above, float32 [C]."""
     count, vocabulary = logits_CV.shape
     spare = logits_CV
-    _backward[(count, triton.cdiv(vocabulary, _BLOCK))](
+    _softmax_backward[(count, triton.cdiv(vocabulary, _BLOCK))](
         logits_CV,
         spare if bias_V is None else bias_V,
         spare if ban_V is None else ban_V,

@@ -7,13 +7,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
+
+_varlen_attn: Callable[..., Tensor] | None
+try:
+    from torch.nn.attention.varlen import varlen_attn as _varlen_attn  # type: ignore[assignment]
+except ImportError:  # before torch 2.10
+    _varlen_attn = None
+
+#: grouped heads are taken as they are; from 2.13 on the kernel wants to be told of them
+_TOLD_OF_GROUPS = _varlen_attn is not None and "enable_gqa" in inspect.signature(_varlen_attn).parameters
 
 ATTENTION_NAME = "areal_like_varlen"
 #: dtypes for which CUDA has a kernel over rows of any length
@@ -59,7 +67,7 @@ def varlen_attention(
 
 def has_kernel(device_type: str, dtype: torch.dtype) -> bool:
     """Whether one kernel takes all rows; else every row is a call, and needs its length on the host."""
-    return device_type == "cuda" and dtype in _KERNEL_DTYPES and _kernel() is not None
+    return device_type == "cuda" and dtype in _KERNEL_DTYPES and _varlen_attn is not None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # lengths differ from call to call: a compiled version would be made for each
@@ -75,30 +83,8 @@ def _row_by_row(query: Tensor, key: Tensor, value: Tensor, scaling: float | None
 def _by_kernel(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, row_starts: Tensor, longest: int
 ) -> Tensor:
-    kernel = _kernel()
-    assert kernel is not None
     q, k, v = (x.squeeze(0).transpose(0, 1).contiguous() for x in (query, key, value))
-    out = kernel(q, k, v, row_starts, row_starts, longest, longest, scale=scaling, window_size=(-1, 0))
+    grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if _TOLD_OF_GROUPS else {}
+    assert _varlen_attn is not None
+    out = _varlen_attn(q, k, v, row_starts, row_starts, longest, longest, scale=scaling, window_size=(-1, 0), **grouped)
     return out.unsqueeze(0)
-
-
-@cache
-def _kernel() -> Callable[..., Tensor] | None:
-    """torch's kernel for rows of any length; it takes grouped heads as they are, from 2.13 on if told so."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    named = inspect.signature(varlen_attn).parameters
-    if "window_size" not in named or "scale" not in named:
-        return None
-    told = "enable_gqa" in named
-
-    def kernel(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if told:
-            kwargs["enable_gqa"] = q.shape[1] != k.shape[1]
-        out = varlen_attn(q, k, v, *args, **kwargs)
-        assert isinstance(out, Tensor)  # asked for no auxiliary outputs
-        return out
-
-    return kernel

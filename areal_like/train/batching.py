@@ -98,12 +98,8 @@ def build_micro_batch(
     ids[flat_N[kept_N]] = tokens_N[kept_N]
     banned_N = _answer_start(written_N, column_N) < min_new_tokens if min_new_tokens > 0 else None
 
-    to_cuda = torch.device(device).type == "cuda"
-
     def tensor(array: Array, as_dtype: torch.dtype) -> Tensor:
-        found = torch.from_numpy(np.ascontiguousarray(array)).to(as_dtype)
-        # from pinned memory the copy is only queued; from any other the host would wait for all work before it
-        return found.pin_memory().to(device, non_blocking=True) if to_cuda else found
+        return queued_copy(torch.from_numpy(np.ascontiguousarray(array)).to(as_dtype), device)
 
     return MicroBatch(
         input_ids=tensor(ids.reshape(1 if packed else len(inputs_B), -1), torch.int64),
@@ -120,6 +116,13 @@ def build_micro_batch(
         written_B=tuple(np.bincount(row_N[written_N], minlength=len(rows))[: len(rows)].tolist()),
         rows=len(rows),
     )
+
+
+def queued_copy(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """``tensor`` of the host on ``device``. From any other than pinned memory the host would wait for the device."""
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _advantages(rows: Sequence[TrainRow], lengths_B: Array) -> Array:

@@ -15,7 +15,7 @@ from areal_like.algo.packing import Layout
 from areal_like.api.generation import GenerationHyperparameters
 from areal_like.errors import ConfigError
 from areal_like.train.attention import ATTENTION_NAME, has_kernel, register_varlen_attention
-from areal_like.train.batching import MicroBatch
+from areal_like.train.batching import MicroBatch, queued_copy
 from areal_like.train.layers import compile_layers
 
 #: config entries by which some models change the head's logits; we compute log-probs from plain logits
@@ -157,5 +157,5 @@ class PolicyModel(nn.Module):
     def _stop_ban(self, batch: MicroBatch) -> StopBan | None:
         if batch.stop_ban_T is None or not self.sampling.stop_token_ids:
             return None
-        ids = torch.tensor(self.sampling.stop_token_ids, device=batch.stop_ban_T.device)
+        ids = queued_copy(torch.tensor(self.sampling.stop_token_ids), batch.stop_ban_T.device)
         return StopBan(ids_K=ids, active_T=batch.stop_ban_T)

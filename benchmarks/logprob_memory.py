@@ -1,0 +1,135 @@
+"""Peak memory and time of the log-probs of many tokens over a large vocabulary, forward and backward.
+
+    python benchmarks/logprob_memory.py [--device cuda] [--tokens 32768 --vocabulary 151936 --hidden 896] [--out FILE]
+
+Memory is what is held at the peak beside hidden states, head weight and their gradients, in units of one float32 chunk
+[chunk, vocabulary]; the bound that we keep is 2.5. The roads: two kernels (CUDA with Triton), chunks in torch, and a
+plain log_softmax over all logits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from areal_like.algo.logprobs import chunked_logprobs, logprobs_from_logits
+
+Road = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of tensors made inside, while they live; for devices that do not count for us."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self.live:
+                    self.live[storage.data_ptr()] = storage.nbytes()
+                    weakref.finalize(storage, self.live.pop, storage.data_ptr(), None)
+        self.peak = max(self.peak, sum(self.live.values()))
+        return out
+
+
+def roads(device: str, chunk: int) -> dict[str, Road]:
+    found: dict[str, Road] = {
+        "chunks in torch": lambda h, w, t: chunked_logprobs(h, w, t, chunk_tokens=chunk, fused=False).logprob_T,
+        "all logits": lambda h, w, t: logprobs_from_logits(h @ w.t(), t).logprob_T,
+    }
+    if device == "cuda":
+        found = {
+            "two kernels": lambda h, w, t: chunked_logprobs(h, w, t, chunk_tokens=chunk, fused=True).logprob_T
+        } | found
+    return found
+
+
+def measure(road: Road, hidden: Tensor, head: Tensor, target: Tensor, chunk_bytes: int) -> dict[str, float]:
+    def once() -> None:
+        road(hidden, head, target).sum().backward()
+
+    def forget() -> None:
+        hidden.grad = head.grad = None
+
+    own = hidden.nbytes + head.nbytes  # of the gradients; the inputs are there before
+    if hidden.is_cuda:
+        once()
+        forget()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        once()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+        extra = torch.cuda.max_memory_allocated() - before - own
+    else:
+        with LiveBytes() as mode:
+            once()
+        forget()
+        started = time.perf_counter()
+        once()
+        seconds = time.perf_counter() - started
+        extra = mode.peak - own
+    forget()
+    return {"extra_gb": extra / 1e9, "chunks": extra / chunk_bytes, "seconds": seconds}
+
+
+def read_all(device: str, tokens: int, vocabulary: int, hidden_size: int, chunk: int) -> dict[str, Any]:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, hidden_size, device=device, dtype=dtype).requires_grad_()
+    head = (torch.randn(vocabulary, hidden_size, device=device, dtype=dtype) * 0.05).requires_grad_()
+    target = torch.randint(vocabulary, (tokens,), device=device)
+    readings: dict[str, Any] = {}
+    for name, road in roads(device, chunk).items():
+        try:
+            readings[name] = measure(road, hidden, head, target, 4 * chunk * vocabulary)
+        except torch.OutOfMemoryError:
+            readings[name] = "out of memory"
+    return {
+        "device": device,
+        "dtype": str(dtype),
+        "tokens": tokens,
+        "vocabulary": vocabulary,
+        "hidden": hidden_size,
+        "chunk": chunk,
+        "all_logits_gb": 4 * tokens * vocabulary / 1e9,
+        "readings": readings,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--vocabulary", type=int, default=15000)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--chunk", type=int, default=256)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    found = read_all(given.device, given.tokens, given.vocabulary, given.hidden, given.chunk)
+    for name, reading in found["readings"].items():
+        print(f"{name:16} {reading}")
+    if given.out:
+        given.out.write_text(json.dumps(found, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
