@@ -119,7 +119,7 @@ def _process_table(config: ExperimentConfig, planned: tuple[PlannedProcess, ...]
     purposes = {
         "controller": f"η = {config.rollout.max_head_offpolicyness}, admission, loop, weights, metrics",
         "inference": f"{config.rollout.backend}, {config.rollout.host}, batch ≤ {config.rollout.max_batch_size}",
-        "train": f"{config.actor.backend}, {config.model.dtype}, {config.actor.optimizer.type}",
+        "train": ", ".join([config.actor.backend, config.model.dtype, config.actor.optimizer.type, *_roles(config)]),
         "reward": config.reward_fn or "",
     }
     for process in planned:
@@ -127,6 +127,11 @@ def _process_table(config: ExperimentConfig, planned: tuple[PlannedProcess, ...]
         cells = (process.name, process.device, str(process.threads), port, purposes[process.role])
         table.add_row(*(Text(cell) for cell in cells))
     return table
+
+
+def _roles(config: ExperimentConfig) -> list[str]:
+    """What the ranks hold beside the policy."""
+    return [name for name, held in (("critic", config.critic), ("reference", config.ref)) if held is not None]
 
 
 def _batch_rows(batch: BatchArithmetic) -> Mapping[str, str]:

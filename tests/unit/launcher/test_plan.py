@@ -108,3 +108,11 @@ def test_the_plan_is_readable(experiment: Experiment) -> None:
     sync = experiment(rollout={"max_head_offpolicyness": 0})
     Console(file=out, width=140).print(render_plan(sync, Machine(cores=2, gpus=0), rows=None))
     assert "synchronous, on-policy" in out.getvalue()
+
+
+def test_models_beside_the_policy_are_named(experiment: Experiment) -> None:
+    config = experiment(actor={"advantage": "gae"}, critic={}, ref={})
+    console = Console(file=io.StringIO(), width=200)
+    console.print(render_plan(config, Machine(cores=2, gpus=0), 8))
+    assert isinstance(console.file, io.StringIO)
+    assert "adamw, critic, reference" in console.file.getvalue()

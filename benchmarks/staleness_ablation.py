@@ -1,0 +1,265 @@
+"""What staleness costs, and what each correction gives back: final accuracy and area under the curve by η and method.
+
+    python benchmarks/staleness_ablation.py                          # the whole table, about 20 min on one core
+    python benchmarks/staleness_ablation.py --tasks guess --etas 0 8 --seeds 1 --steps 20 --out /tmp/ablation
+
+The paper's ablation in miniature (AReaL, Fu et al. 2025, table 2). Staleness is simulated in one process: the batch of
+step t is written by the weights of version max(0, t − η), so that every token has lag η once the run is warm, the most
+that the bound allows. Prompts, workflow, reward, objective and optimiser are the experiment file's own, by way of
+``sync_baseline.py``. Accuracy is that of the policy being trained, sampled at temperature 1 on held-out prompts; the
+area under the curve is its mean over evenly spaced evaluations, the first step included.
+
+Writes OUT.json and OUT.png (the picture needs matplotlib: ``pip install -e .[bench]``).
+"""
+
+import argparse
+import collections
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from demo_runs import ROOT, write_result
+
+#: method -> the overrides that make it
+METHODS: Mapping[str, tuple[str, ...]] = {
+    "no correction": ("actor.objective=decoupled_ppo", "actor.prox=recompute", "actor.behave_mode=ignore"),
+    "naive PPO": ("actor.objective=ppo", "actor.prox=behave"),
+    "decoupled": ("actor.objective=decoupled_ppo", "actor.prox=recompute", "actor.behave_cap=null"),
+    "decoupled, truncated": ("actor.objective=decoupled_ppo", "actor.prox=recompute", "actor.behave_cap=5.0"),
+}
+#: at η = 0 prox is behave, every weight is 1 and all methods are this one
+ON_POLICY = "decoupled, truncated"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """An experiment file, the size of its model, and how its held-out prompts are sampled."""
+
+    name: str
+    config: str
+    hidden: int
+    steps: int
+    evaluation_prompts: int
+    overrides: tuple[str, ...] = ()
+
+
+TASKS = {
+    "arithmetic": Task(
+        name="arithmetic", config="configs/arithmetic_cpu.yaml", hidden=64, steps=80, evaluation_prompts=180
+    ),
+    "guess": Task(name="guess", config="configs/guess_cpu.yaml", hidden=64, steps=80, evaluation_prompts=100),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One training run: where in the table it belongs."""
+
+    task: str
+    method: str
+    eta: int
+    seed: int
+    steps: int
+    evaluations: int
+    models: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """``curve``: accuracy of the trained policy at evenly spaced steps, the first and the last included."""
+
+    task: str
+    method: str
+    eta: int
+    seed: int
+    curve: tuple[float, ...]
+    final: float
+    area: float
+    cpu_seconds: float
+
+
+def run_cell(cell: Cell) -> Outcome:
+    """Train one policy on data that is ``eta`` versions old. Runs in a process of its own."""
+    from lockstep import Episodes
+    from sync_baseline import Policy
+
+    from areal_like.config.load import load_config
+
+    started, task = time.process_time(), TASKS[cell.task]
+    folder = Path(cell.models) / f"{cell.task}-{cell.seed}"
+    common = [f"model.path={folder}/model", f"seed={cell.seed}", f"total_train_steps={cell.steps}", *task.overrides]
+    training = [*common, f"train_dataset.path={folder}/train.jsonl", *METHODS[cell.method]]
+    config = load_config(ROOT / task.config, training)
+    held_out = [f"train_dataset.path={folder}/test.jsonl", f"train_dataset.batch_size={task.evaluation_prompts}"]
+    exam = load_config(ROOT / task.config, [*common, *held_out, "gconfig.n_samples=2", "actor.ppo_n_minibatches=1"])
+
+    writer, policy = Policy(config), Policy(config)
+    episodes, examination = Episodes(config, writer.generate), Episodes(exam, policy.generate)
+    past = collections.deque([_weights(policy)], maxlen=cell.eta + 1)
+    stops = {round(i * cell.steps / cell.evaluations) for i in range(cell.evaluations + 1)}
+    curve = [_accuracy(examination)]
+    for step in range(1, cell.steps + 1):
+        writer.model.load_state_dict(past[0])
+        writer.version = max(0, policy.version - cell.eta)
+        policy.update(episodes.next_batch())
+        past.append(_weights(policy))
+        if step in stops:
+            curve.append(_accuracy(examination))
+    final = fmean([_accuracy(examination) for _ in range(4)])
+    return Outcome(
+        task=cell.task,
+        method=cell.method,
+        eta=cell.eta,
+        seed=cell.seed,
+        curve=tuple(curve),
+        final=final,
+        area=fmean(curve),
+        cpu_seconds=time.process_time() - started,
+    )
+
+
+def _weights(policy: Any) -> dict[str, Any]:
+    return {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
+
+
+def _accuracy(examination: Any) -> float:
+    rows = examination.next_batch()
+    return fmean(row.reward for row in rows)
+
+
+def build_models(tasks: Sequence[str], seeds: Sequence[int], folder: Path) -> None:
+    """One warm start a task and seed."""
+    from launcher.tiny_models import ArithmeticSettings, GuessSettings, TinyLlama, build_arithmetic, build_guess
+
+    for name, seed in itertools.product(tasks, seeds):
+        size = TinyLlama(hidden=TASKS[name].hidden)
+        if name == "guess":
+            build_guess(folder / f"guess-{seed}", seed, GuessSettings(size=size))
+        else:
+            build_arithmetic(folder / f"arithmetic-{seed}", seed, ArithmeticSettings(size=size))
+
+
+def cells(given: argparse.Namespace, models: str) -> list[Cell]:
+    """Every run of the table. At η = 0 the methods coincide, and one of them runs."""
+    return [
+        Cell(
+            task=task,
+            method=method,
+            eta=eta,
+            seed=seed,
+            steps=given.steps or TASKS[task].steps,
+            evaluations=given.evaluations,
+            models=models,
+        )
+        for task, seed, eta, method in itertools.product(given.tasks, given.seeds, given.etas, METHODS)
+        if eta > 0 or method == ON_POLICY
+    ]
+
+
+def table(outcomes: Sequence[Outcome], task: str, figure: str) -> list[list[str]]:
+    """Rows η, columns methods: mean and deviation over seeds of ``final`` or ``area``."""
+    rows = [["η", *METHODS]]
+    for eta in sorted({o.eta for o in outcomes if o.task == task}):
+        row = [str(eta)]
+        for method in METHODS:
+            wanted = method if eta else ON_POLICY
+            found = [getattr(o, figure) for o in outcomes if (o.task, o.eta, o.method) == (task, eta, wanted)]
+            spread = f" ± {stdev(found):.3f}" if len(found) > 1 else ""
+            row.append(f"{fmean(found):.3f}{spread}" if found else "–")
+        rows.append(row)
+    return rows
+
+
+def show(outcomes: Sequence[Outcome]) -> None:
+    for task in dict.fromkeys(o.task for o in outcomes):
+        for figure, title in (("final", "final accuracy"), ("area", "area under the curve")):
+            head, *body = table(outcomes, task, figure)
+            print(f"\n{task}: {title}, mean ± deviation over seeds\n")
+            for row in (head, ["---"] * len(head), *body):
+                print("| " + " | ".join(row) + " |")
+
+
+def draw(outcomes: Sequence[Outcome], path: Path) -> bool:
+    """Accuracy over η, one line a method. False where matplotlib is not installed."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        return False
+    tasks = list(dict.fromkeys(o.task for o in outcomes))
+    figure, axes = pyplot.subplots(len(tasks), 2, figsize=(10, 4 * len(tasks)), squeeze=False)
+    for task, panels in zip(tasks, axes, strict=True):
+        for axis, key, title in zip(panels, ("final", "area"), ("final accuracy", "area under the curve"), strict=True):
+            etas = sorted({o.eta for o in outcomes if o.task == task})
+            for number, method in enumerate(METHODS):
+                _line(axis, [o for o in outcomes if o.task == task], etas, method, key, f"C{number}")
+            axis.set(title=f"{task}: {title}", xlabel="η (lag of every token, in versions)", ylabel="accuracy")
+            axis.set_xticks(range(len(etas)), [str(eta) for eta in etas])
+            axis.grid(alpha=0.3)
+    axes[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    return True
+
+
+def _line(axis: Any, outcomes: Sequence[Outcome], etas: Sequence[int], method: str, key: str, colour: str) -> None:
+    """The mean over seeds, and a dot for each of them."""
+    means = []
+    for place, eta in enumerate(etas):
+        wanted = method if eta else ON_POLICY
+        found = [getattr(o, key) for o in outcomes if (o.eta, o.method) == (eta, wanted)]
+        means.append(fmean(found))
+        axis.plot([place] * len(found), found, ".", color=colour, alpha=0.4)
+    axis.plot(range(len(etas)), means, "-o", color=colour, label=method, markersize=4)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS))
+    parser.add_argument("--etas", nargs="+", type=int, default=[0, 1, 2, 4, 8, 16])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--steps", type=int, help="training steps of every run; default: the task's own")
+    parser.add_argument("--evaluations", type=int, default=8, help="after the first, evenly spaced")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, one thread each")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "staleness_ablation")
+    given = parser.parse_args()
+    started, outcomes = time.monotonic(), list[Outcome]()
+    with tempfile.TemporaryDirectory() as models:
+        build_models(given.tasks, given.seeds, Path(models))
+        planned = cells(given, models)
+        with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool:
+            for number, outcome in enumerate(pool.map(run_cell, planned), start=1):
+                outcomes.append(outcome)
+                print(
+                    f"{number}/{len(planned)}  {outcome.task}  seed {outcome.seed}  η {outcome.eta}  {outcome.method}: "
+                    f"{outcome.final:.3f}, area {outcome.area:.3f}  ({outcome.cpu_seconds:.1f} CPU s)",
+                    flush=True,
+                )
+    show(outcomes)
+    result = {
+        "tasks": {name: {**asdict(TASKS[name]), "steps": given.steps or TASKS[name].steps} for name in given.tasks},
+        "methods": {name: list(overrides) for name, overrides in METHODS.items()},
+        "wall_seconds": round(time.monotonic() - started, 1),
+        "tables": {
+            name: {figure: table(outcomes, name, figure) for figure in ("final", "area")} for name in given.tasks
+        },
+        "runs": [asdict(outcome) for outcome in outcomes],
+    }
+    write_result(given.out.with_suffix(".json"), result)
+    if not draw(outcomes, given.out.with_suffix(".png")):
+        print("no picture: matplotlib is not installed (pip install -e .[bench])")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
