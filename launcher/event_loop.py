@@ -87,8 +87,8 @@ def _signals(loop: asyncio.AbstractEventLoop, stop: Stop, run_id: str) -> Iterat
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def _close(loop: asyncio.AbstractEventLoop) -> None:

@@ -21,7 +21,8 @@ import yaml
 from areal_like.config.paths import RunPaths
 from areal_like.observe.metrics import read_metrics
 from areal_like.observe.trace import read_trace
-from areal_like.weights.segments import list_segments, remove_segments
+from areal_like.weights.segments import list_segments
+from launcher.leftovers import sweep
 
 #: seconds a whole short run may take on a machine that does other things too
 PATIENCE = 150.0
@@ -110,7 +111,7 @@ class Launched:
     def child(self, role: str) -> psutil.Process:
         """The process that plays ``role``, such as ``train-0``."""
         spec = f"{role}.json"
-        (found,) = [c for c in self.children if any(Path(word).name == spec for word in c.cmdline())]
+        (found,) = [c for c in self.children if _lives(c) and any(Path(word).name == spec for word in c.cmdline())]
         return found
 
     def press_ctrl_c(self) -> None:
@@ -206,7 +207,7 @@ class Workspace:
                 launched.process.kill()
                 launched.process.wait()
             if launched.paths.lock.exists():
-                remove_segments(launched.run_id)
+                sweep(launched.run_id)
 
 
 @contextmanager
@@ -307,6 +308,9 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _listening(where: Any = psutil) -> set[tuple[str, int]]:
-    """(address, port) of every listening TCP socket of the machine, or of one process."""
-    found = where.net_connections(kind="tcp")
+    """(address, port) of every listening TCP socket of the machine, or of one process, which may have ended."""
+    try:
+        found = where.net_connections(kind="tcp")
+    except psutil.NoSuchProcess:
+        return set()
     return {(c.laddr.ip, c.laddr.port) for c in found if c.status == psutil.CONN_LISTEN}

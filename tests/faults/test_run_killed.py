@@ -34,6 +34,20 @@ def test_a_killed_process_ends_the_run_with_its_last_log_lines(workspace: Worksp
     assert summary_of(launched.paths)["steps"] >= 1
 
 
+def test_a_process_that_dies_while_it_starts_is_named_at_once(workspace: Workspace) -> None:
+    launched = workspace.start_run("stillborn", *ENDLESS)
+    launched.until(lambda: (launched.paths.specs / "train-0.json").exists(), "the last process is started")
+    launched.note_processes()
+    launched.child("inference-0").kill()
+    ended = launched.end(60)
+    assert ended.seconds < SOON
+    assert ended.status == 1
+    assert "areal-like: error: inference-0 (pid " in ended.err
+    assert "was ended by SIGKILL" in ended.err
+    assert "Traceback" not in ended.err
+    assert launched.left() == {}
+
+
 def test_children_of_a_killed_controller_die_and_the_next_run_sweeps_its_memory(workspace: Workspace) -> None:
     launched = workspace.start_run("orphaned", *ENDLESS, *LONG_ANSWERS)
     launched.until_steps(1)
