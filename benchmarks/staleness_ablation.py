@@ -18,7 +18,7 @@ import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
@@ -89,7 +89,6 @@ class Outcome:
 def run_cell(cell: Cell) -> Outcome:
     """Train one policy on data that is ``eta`` versions old. Runs in a process of its own."""
     from lockstep import Episodes
-    from sync_baseline import Policy
 
     from areal_like.config.load import load_config
 
@@ -97,33 +96,43 @@ def run_cell(cell: Cell) -> Outcome:
     folder = Path(cell.models) / f"{cell.task}-{cell.seed}"
     common = [f"model.path={folder}/model", f"seed={cell.seed}", f"total_train_steps={cell.steps}", *task.overrides]
     training = [*common, f"train_dataset.path={folder}/train.jsonl", *METHODS[cell.method]]
-    config = load_config(ROOT / task.config, training)
     held_out = [f"train_dataset.path={folder}/test.jsonl", f"train_dataset.batch_size={task.evaluation_prompts}"]
     exam = load_config(ROOT / task.config, [*common, *held_out, "gconfig.n_samples=2", "actor.ppo_n_minibatches=1"])
 
-    writer, policy = Policy(config), Policy(config)
-    episodes, examination = Episodes(config, writer.generate), Episodes(exam, policy.generate)
-    past = collections.deque([_weights(policy)], maxlen=cell.eta + 1)
     stops = {round(i * cell.steps / cell.evaluations) for i in range(cell.evaluations + 1)}
-    curve = [_accuracy(examination)]
-    for step in range(1, cell.steps + 1):
-        writer.model.load_state_dict(past[0])
-        writer.version = max(0, policy.version - cell.eta)
-        policy.update(episodes.next_batch())
-        past.append(_weights(policy))
-        if step in stops:
-            curve.append(_accuracy(examination))
-    final = fmean([_accuracy(examination) for _ in range(4)])
+    curve = []
+    for policy, _ in stale_training(load_config(ROOT / task.config, training), cell.eta):
+        if policy.version in stops:
+            curve.append(_accuracy(Episodes(exam, policy.generate)))
+    last = Episodes(exam, policy.generate)
     return Outcome(
         task=cell.task,
         method=cell.method,
         eta=cell.eta,
         seed=cell.seed,
         curve=tuple(curve),
-        final=final,
+        final=fmean([_accuracy(last) for _ in range(4)]),
         area=fmean(curve),
         cpu_seconds=time.process_time() - started,
     )
+
+
+def stale_training(config: Any, eta: int) -> Iterator[tuple[Any, Sequence[Any]]]:
+    """The policy at every version, and the rows that made it: those that version max(0, t − η) wrote."""
+    from lockstep import Episodes
+    from sync_baseline import Policy
+
+    writer, policy = Policy(config), Policy(config)
+    episodes = Episodes(config, writer.generate)
+    past = collections.deque([_weights(policy)], maxlen=eta + 1)
+    yield policy, ()
+    for step in range(config.total_train_steps):
+        writer.model.load_state_dict(past[0])
+        writer.version = max(0, step - eta)
+        rows = episodes.next_batch()
+        policy.update(rows)
+        past.append(_weights(policy))
+        yield policy, rows
 
 
 def _weights(policy: Any) -> dict[str, Any]:
