@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -156,17 +157,19 @@ class Line:
         settings = GenerationHyperparameters(**{"ignore_eos": True, **gconfig})
         return await self.engine.agenerate(ModelRequest(input_ids=prompt, gconfig=settings, seed=seed))
 
-    def distance(
-        self, answer: ModelResponse, version: int, first: int = 0, last: int | None = None, **how: float
-    ) -> float:
-        """Mean |log-prob − reference| of tokens [first, last) under the weights of ``version``."""
-        last = answer.output_len if last is None else last
+    def differences(self, answer: ModelResponse, version: int, **how: float) -> list[float]:
+        """|log-prob − reference| of each token under the weights of ``version``; infinite where that rules it out."""
         tokens = [*answer.input_tokens, *answer.output_tokens]
         expected = reference_logprobs(
             self.oracle, self.trainer.weights(version), tokens, answer.output_len, **{"temperature": 1.0, **how}
         )
-        pairs = list(zip(answer.output_logprobs, expected, strict=True))[first:last]
-        return sum(abs(ours - theirs) for ours, theirs in pairs) / len(pairs)
+        return [abs(ours - theirs) for ours, theirs in zip(answer.output_logprobs, expected, strict=True)]
+
+    def distance(
+        self, answer: ModelResponse, version: int, first: int = 0, last: int | None = None, **how: float
+    ) -> float:
+        """The mean over tokens [first, last)."""
+        return fmean(self.differences(answer, version, **how)[first:last])
 
 
 @pytest.fixture

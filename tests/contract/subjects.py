@@ -62,7 +62,7 @@ class Subject:
 
 
 EMBEDDED = Subject(name="embedded", dtype="float32", noise=1e-4, apart=0.1)
-VLLM = Subject(name="vllm", dtype="bfloat16", noise=0.06, apart=0.15)
+VLLM = Subject(name="vllm", dtype="bfloat16", noise=0.1, apart=0.2)
 SUBJECTS = {subject.name: subject for subject in (EMBEDDED, VLLM)}
 
 

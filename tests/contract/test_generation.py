@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -27,12 +29,12 @@ async def test_logprobs_are_those_of_the_distribution_sampled_from(line: Line) -
 
 
 async def test_for_evaluation_top_p_is_in_the_logprobs_too(line: Line) -> None:
-    """The nucleus' edge depends on the last bits of the arithmetic: most tokens must agree, not all."""
-    answer = await line.ask(PROMPT, max_new_tokens=24, temperature=0.7, top_p=0.9)
-    plain = line.distance(answer, line.version, temperature=0.7)
-    within = line.distance(answer, line.version, temperature=0.7, top_p=0.9)
-    assert within < 2 * line.subject.noise + 1e-3
-    assert within < plain
+    """A token at the nucleus' edge may lie outside it in other arithmetic: nearly all must agree, not all."""
+    answer = await line.ask(PROMPT, max_new_tokens=32, temperature=0.7, top_p=0.9)
+    within = [d for d in line.differences(answer, line.version, temperature=0.7, top_p=0.9) if math.isfinite(d)]
+    assert len(within) >= 29
+    assert fmean(within) < 2 * line.subject.noise
+    assert fmean(within) < line.distance(answer, line.version, temperature=0.7)
 
 
 async def test_the_budget_ends_an_answer(line: Line) -> None:

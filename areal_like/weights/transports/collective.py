@@ -41,6 +41,8 @@ JOIN_WINDOW = 3.0
 CALL_TIMEOUT = 30.0
 #: seconds a reader waits for the trainer to take notice of it
 PATIENCE = 120.0
+#: seconds until the trainer's store must accept a connection
+_CONNECT = 5.0
 #: seconds between two looks at the store, where it can only be asked
 _LOOK = 0.02
 #: broken groups that a reader leaves behind before it gives up
@@ -146,12 +148,16 @@ class CollectiveWriter:
             joined = self._close_round(offer, number, wanted=max(self._expected - served, 1))
             if joined:
                 with suppress(RuntimeError):  # somebody was lost: the others meet again in the next round
-                    group = _group(self._store, f"{offer.key}/{number}", 0, joined + 1, self._backend, self._host)
-                    for bucket in offer.buckets:
-                        _broadcast(group, bucket.to(self._device))
+                    self._send(offer, f"{offer.key}/{number}", joined + 1)
                     served += joined
                 number += 1
         self._expected = max(served, 1)
+
+    def _send(self, offer: _Offer, prefix: str, size: int) -> None:
+        """Every bucket to a group, which ends with this call: its sockets close, and whoever still waits notices."""
+        group = _group(self._store, prefix, 0, size, self._backend, self._host)
+        for bucket in offer.buckets:
+            _broadcast(group, bucket.to(self._device))
 
     def _close_round(self, offer: _Offer, number: int, *, wanted: int) -> int:
         """Wait for the readers of a round and tell them how many they are; 0 when the offer is over."""
@@ -177,10 +183,10 @@ class CollectiveReader:
         self._pieces = {entry.name: pieces for entry, pieces in zip(manifest.tensors, plan, strict=True)}
         self._count = 1 + max((piece.bucket for pieces in plan for piece in pieces), default=-1)
         try:
-            self._store = TCPStore(
-                meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=CALL_TIMEOUT)
-            )
-        except RuntimeError as error:
+            # a plain connection first: the store would try a dead address for minutes
+            socket.create_connection((meeting.host, meeting.port), timeout=_CONNECT).close()
+            self._store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=CALL_TIMEOUT))
+        except (OSError, RuntimeError) as error:
             raise WeightUpdateError(f"version {manifest.version}: the trainer does not answer: {error}") from error
         self._stream = self._buckets()
         self._bucket = torch.empty(0, dtype=torch.uint8)
@@ -205,27 +211,33 @@ class CollectiveReader:
 
     def _buckets(self) -> Iterator[torch.Tensor]:
         """Every bucket once, in order, over as many rounds as it takes."""
-        done, number = 0, 0
+        done, number, trouble = 0, 0, ""
         for _ in range(_MOST_ROUNDS):
             number, rank, size = self._join(number)
-            trouble = ""
             try:
-                prefix = f"{self._meeting.key}/{number}"
-                group = _group(self._store, prefix, rank, size, self._meeting.backend, self._own_host())
-                for place in range(self._count):
-                    bucket = torch.empty(self._meeting.bucket_bytes, dtype=torch.uint8, device=self._device())
-                    _broadcast(group, bucket)
+                for place, bucket in enumerate(self._receive(f"{self._meeting.key}/{number}", rank, size)):
                     if place >= done:
                         done += 1
-                        yield bucket.cpu()
+                        yield bucket
+                return
             except RuntimeError as error:
                 trouble = str(error)
-            if not trouble:
-                return
             number += 1
         raise WeightUpdateError(
             f"version {self._manifest.version}: {_MOST_ROUNDS} groups broke, the last one with: {trouble}"
         )
+
+    def _receive(self, prefix: str, rank: int, size: int) -> Iterator[torch.Tensor]:
+        """One round's buckets, in host memory. Its group ends with the iterator.
+
+        Raises:
+            RuntimeError: a member was lost.
+        """
+        group = _group(self._store, prefix, rank, size, self._meeting.backend, self._own_host())
+        for _ in range(self._count):
+            bucket = torch.empty(self._meeting.bucket_bytes, dtype=torch.uint8, device=self._device())
+            _broadcast(group, bucket)
+            yield bucket.cpu()
 
     def _join(self, number: int) -> tuple[int, int, int]:
         """(round, own rank, group size) of the first round from ``number`` on that takes us."""

@@ -1,0 +1,149 @@
+"""What vLLM is asked, and what of its answers is believed. Answers as a real server of 0.32 wrote them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from areal_like.api.generation import StopReason
+from areal_like.api.wire import GenerateBody, SamplingBody, VersionSpan
+from areal_like.errors import RequestError, ServerBusy, ServerUnavailable
+from areal_like.inference.backends.epoch import ServerEpoch
+from areal_like.inference.backends.vllm_dialect import CompletionsDialect, VllmDialect
+
+
+def epoch_at(version: int) -> ServerEpoch:
+    epoch = ServerEpoch()
+    epoch.end(0, version)
+    return epoch
+
+
+def body(**sampling: Any) -> GenerateBody:
+    return GenerateBody(rid="r.1", input_ids=[5, 6], sampling=SamplingBody(**{"max_new_tokens": 4, **sampling}))
+
+
+def answer(**changes: Any) -> bytes:
+    choice = {
+        "index": 0,
+        "token_ids": [7, 8],
+        "logprobs": {"content": [{"token_id": 7, "logprob": -0.5}, {"token_id": 8, "logprob": -1.5}]},
+        "finish_reason": "length",
+        "weight_versions": [{"version": "i0.v3", "start": 0, "end": 1}, {"version": "i0.v4", "start": 1, "end": 2}],
+        **changes,
+    }
+    return json.dumps({"request_id": "generate-tokens-r.1", "choices": [choice]}).encode()
+
+
+def test_every_sampling_parameter_is_sent() -> None:
+    sent = json.loads(
+        VllmDialect(epoch_at(3)).generate(body(temperature=0.7, top_k=5, stop=("x",), seed=2**64 - 1)).content
+    )
+    params = sent["sampling_params"]
+    assert (params["max_tokens"], params["temperature"], params["top_k"], params["stop"]) == (4, 0.7, 5, ["x"])
+    assert (params["top_p"], params["min_p"], params["logprobs"], params["n"]) == (1.0, 0.0, 0, 1)
+    assert params["repetition_penalty"] == 1.0
+    assert 0 <= params["seed"] < 2**63
+    assert (sent["token_ids"], sent["request_id"]) == ([5, 6], "r.1")
+
+
+def test_greedy_is_temperature_zero() -> None:
+    for asked in (body(greedy=True), body(temperature=0.0)):
+        assert json.loads(VllmDialect(epoch_at(0)).generate(asked).content)["sampling_params"]["temperature"] == 0.0
+
+
+def test_a_temperature_that_vllm_would_change_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"samples with 0\.01 instead"):
+        VllmDialect(epoch_at(0)).generate(body(temperature=0.001))
+
+
+def test_seeds_are_left_out_where_they_would_end_the_server() -> None:
+    sent = json.loads(VllmDialect(epoch_at(0), seeds=False).generate(body(seed=3)).content)
+    assert sent["sampling_params"]["seed"] is None
+
+
+def test_tokens_logprobs_and_spans_come_back() -> None:
+    output = VllmDialect(epoch_at(4)).read(body(), answer()).output
+    assert (output.token_ids, output.logprobs, output.stop_reason) == ([7, 8], [-0.5, -1.5], StopReason.LENGTH)
+    assert output.spans == [VersionSpan(version=3, start=0, end=1), VersionSpan(version=4, start=1, end=2)]
+
+
+def test_an_abort_in_the_queue_is_an_empty_segment() -> None:
+    output = (
+        VllmDialect(epoch_at(4))
+        .read(body(), answer(token_ids=[], logprobs=None, weight_versions=None, finish_reason="abort"))
+        .output
+    )
+    assert (output.token_ids, output.spans, output.stop_reason) == ([], [], StopReason.ABORT)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"weight_versions": [{"version": "default", "start": 0, "end": 2}]}, "labelled 'default'"),
+        ({"logprobs": {"content": [{"token_id": 7, "logprob": -0.5}]}}, "log-probs of 1 others"),
+        ({"logprobs": {"content": [{"token_id": 7, "logprob": -9999.0}, {"token_id": 8, "logprob": -1}]}}, "no number"),
+        ({"finish_reason": "error"}, "ended with 'error'"),
+        ({"token_ids": "none"}, "breaks vLLM's schema"),
+    ],
+)
+def test_an_answer_that_cannot_be_trusted_is_not_trained(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ServerUnavailable, match=said):
+        VllmDialect(epoch_at(4)).read(body(), answer(**changes))
+
+
+def test_a_request_is_aborted_under_the_id_it_has_inside() -> None:
+    call = VllmDialect(epoch_at(0)).abort("r.1")
+    assert (call.path, json.loads(call.content)) == ("/abort_requests", {"request_ids": ["generate-tokens-r.1"]})
+
+
+def test_no_salt_is_shared_across_an_update() -> None:
+    epoch = epoch_at(3)
+    dialect = VllmDialect(epoch)
+
+    def salt(rid: str) -> str:
+        request = GenerateBody(rid=rid, input_ids=[5], sampling=SamplingBody(max_new_tokens=1))
+        return str(json.loads(dialect.generate(request).content)["cache_salt"])
+
+    before = {salt("a"), salt("b")}
+    epoch.begin()
+    during = {salt("c"), salt("d")}
+    epoch.end(0, 4)
+    after = {salt("e"), salt("f")}
+    assert (len(before), len(during), len(after)) == (1, 2, 1)
+    assert not before & during and not during & after and not before & after
+
+
+def completion(finish_reason: str = "stop") -> bytes:
+    choice = {"token_ids": [7, 8], "logprobs": {"token_logprobs": [-0.5, -1.5]}, "finish_reason": finish_reason}
+    return json.dumps({"choices": [choice]}).encode()
+
+
+def test_without_spans_an_answer_is_of_the_version_it_was_posted_under() -> None:
+    dialect = CompletionsDialect(epoch_at(3))
+    call = dialect.generate(body())
+    assert (call.path, json.loads(call.content)["prompt"]) == ("/v1/completions", [5, 6])
+    assert dialect.read(body(), completion()).output.spans == [VersionSpan(version=3, start=0, end=2)]
+
+
+def test_without_spans_an_answer_that_an_update_cut_is_of_the_version_before() -> None:
+    epoch = epoch_at(3)
+    dialect = CompletionsDialect(epoch)
+    dialect.generate(body())
+    epoch.begin()
+    epoch.end(0, 4)
+    output = dialect.read(body(), completion("abort")).output
+    assert (output.spans, output.stop_reason) == ([VersionSpan(version=3, start=0, end=2)], StopReason.ABORT)
+
+
+def test_without_spans_an_answer_across_an_update_is_not_guessed() -> None:
+    epoch = epoch_at(3)
+    dialect = CompletionsDialect(epoch)
+    dialect.generate(body())
+    epoch.begin()
+    with pytest.raises(ServerBusy):
+        dialect.generate(body())
+    epoch.end(0, 4)
+    with pytest.raises(ServerUnavailable, match="which version wrote it"):
+        dialect.read(body(), completion())
