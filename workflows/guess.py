@@ -64,7 +64,7 @@ class GuessWorkflow(RolloutWorkflow):
         self,
         gconfig: GenerationHyperparameters,
         tokenizer: Tokenizer,
-        turns: int = 3,
+        turns: int = 4,
         reward_fn: RewardFunction | None = None,
     ) -> None:
         if turns < 1:

@@ -38,7 +38,8 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 def next_token(model: LlamaForCausalLM, *ids: int) -> torch.Tensor:
     with torch.no_grad():
-        return model(input_ids=torch.tensor([ids])).logits[0, -1].softmax(-1)
+        logits: torch.Tensor = model(input_ids=torch.tensor([ids])).logits[0, -1]
+        return logits.softmax(-1)
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +62,15 @@ def test_the_warm_start_teaches_the_format_and_no_play(game: Path, history: list
 
 def test_random_play_at_the_defaults_hits_less_than_half_the_time() -> None:
     settings = GuessSettings()
-    assert 1 - (1 - 1 / settings.numbers) ** settings.turns == pytest.approx(0.4213, abs=1e-4)
+    assert 1 - (1 - 1 / settings.numbers) ** settings.turns == pytest.approx(0.4602, abs=1e-4)
     assert 2**settings.turns - 1 >= settings.numbers, "a binary search must be able to hit every secret"
 
 
 def test_every_secret_comes_equally_often(tmp_path: Path) -> None:
     build_guess(tmp_path / "guess", 1, UNTAUGHT)
-    for name, copies in (("train", 3), ("test", 50)):
+    for name, copies in (("train", 2), ("test", 48)):
         secrets = Counter(row["secret"] for row in rows(tmp_path / "guess" / f"{name}.jsonl"))
-        assert secrets == dict.fromkeys(range(6), copies)
+        assert secrets == dict.fromkeys(range(7), copies)
 
 
 def test_a_seed_gives_the_same_weights_whatever_the_threads(tmp_path: Path) -> None:
