@@ -6,13 +6,12 @@ reaches 0.8 (both measured); hashlib releases the GIL meanwhile.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 
 import torch
 
 from areal_like.api.weights import TensorEntry
-from areal_like.weights.manifest import DIGEST_CHARACTERS, ITEM_BYTES, manifest_digest
+from areal_like.weights.manifest import ITEM_BYTES, ContentDigest, manifest_digest
 
 __all__ = ["byte_chunks", "dtype_name", "manifest_digest", "parse_dtype", "tensor_digest", "tensor_entry"]
 
@@ -42,10 +41,10 @@ def byte_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """Digest of dtype, shape and content; works for any dtype (bf16 too) and device."""
-    state = hashlib.sha256(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}|".encode())
+    state = ContentDigest(dtype_name(tensor.dtype), tensor.shape)
     for chunk in byte_chunks(tensor):
         state.update(chunk)
-    return state.hexdigest()[:DIGEST_CHARACTERS]
+    return state.hexdigest()
 
 
 def tensor_entry(name: str, tensor: torch.Tensor) -> TensorEntry:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from areal_like.api.weights import Manifest, TensorEntry, TransportKind
 from areal_like.errors import WeightUpdateError
@@ -27,6 +27,19 @@ ITEM_BYTES = {
     "float32": 4,
     "float64": 8,
 }
+
+
+class ContentDigest:
+    """Digest of one tensor, fed with its bytes in memory order; sensitive to dtype and shape as well."""
+
+    def __init__(self, dtype: str, shape: Sequence[int]) -> None:
+        self._state = hashlib.sha256(f"{dtype}{list(shape)}|".encode())
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
+        self._state.update(data)
+
+    def hexdigest(self) -> str:
+        return self._state.hexdigest()[:DIGEST_CHARACTERS]
 
 
 def manifest_digest(entries: Iterable[TensorEntry]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -54,8 +55,17 @@ def remove_segments(run_id: str) -> tuple[str, ...]:
     """Remove every segment of a run (after its processes have ended) and return their names."""
     names = list_segments(run_id)
     for name in names:
-        segment_path(name).unlink(missing_ok=True)
+        remove_segment(name)
     return names
+
+
+def remove_segment(name: str) -> None:
+    """Remove one segment, be it a file or a folder of files; nothing happens where it is gone."""
+    path = segment_path(name)
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def create_segment(name: str) -> int:

@@ -9,9 +9,7 @@ refused. Layout: a header page, then the buckets (``weights.buckets``). Tensors 
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -19,40 +17,18 @@ import torch
 
 from areal_like.api.weights import Manifest, TensorEntry, TransportKind
 from areal_like.errors import WeightUpdateError
-from areal_like.weights.buckets import Cursor, Piece, aligned_bucket_bytes, plan_buckets
+from areal_like.weights.buckets import Cursor, Piece, aligned_bucket_bytes
 from areal_like.weights.digest import byte_chunks, tensor_entry
 from areal_like.weights.manifest import make_manifest
+from areal_like.weights.segment_layout import (
+    HEADER_SIZE,
+    UNFINISHED,
+    SegmentHeader,
+    content_key,
+    file_position,
+    plan_pieces,
+)
 from areal_like.weights.segments import create_segment, open_segment, read_at, segment_name, segment_path, write_at
-
-#: the buckets start here: one page
-HEADER_BYTES = 4096
-_HEADER = struct.Struct("<8sqqQ32s")
-_MAGIC = b"ALWGTS01"
-#: the version written into a header while the bytes behind it change
-_UNFINISHED = -1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentHeader:
-    """What a segment holds. ``version`` is -1 while it is being overwritten."""
-
-    incarnation: int
-    version: int
-    bucket_bytes: int
-    digest: str
-
-    def pack(self) -> bytes:
-        return _HEADER.pack(_MAGIC, self.incarnation, self.version, self.bucket_bytes, self.digest.encode())
-
-    @classmethod
-    def unpack(cls, data: bytes) -> SegmentHeader | None:
-        """None when ``data`` is no header."""
-        magic, incarnation, version, bucket_bytes, digest = _HEADER.unpack(data)
-        if magic != _MAGIC:
-            return None
-        return cls(
-            incarnation=incarnation, version=version, bucket_bytes=bucket_bytes, digest=digest.rstrip(b"\0").decode()
-        )
 
 
 class ShmWriter:
@@ -79,15 +55,15 @@ class ShmWriter:
 
     def _fill(self, turn: int, version: int, incarnation: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
         fd = self._open(turn)
-        self._seal(fd, incarnation, _UNFINISHED, "")
+        self._seal(fd, incarnation, UNFINISHED, "")
         cursor = Cursor(bucket_bytes=self._bucket_bytes)
         entries: list[TensorEntry] = []
         placed: set[tuple[str, str]] = set()
         for name, tensor in tensors:
             entry = tensor_entry(name, tensor)
             entries.append(entry)
-            if _content(entry) not in placed:
-                placed.add(_content(entry))
+            if content_key(entry) not in placed:
+                placed.add(content_key(entry))
                 pieces, cursor = cursor.place(entry.nbytes)
                 _write_pieces(fd, tensor, pieces, self._bucket_bytes)
         manifest = make_manifest(version, incarnation, TransportKind.SHM, self._names[turn], entries)
@@ -126,7 +102,7 @@ class ShmReader:
                 "shm works on one host and while the trainer lives"
             ) from error
         try:
-            self._pieces = _plan(manifest.tensors, self._check().bucket_bytes)
+            self._pieces = plan_pieces(manifest.tensors, self._check().bucket_bytes)
         except BaseException:
             os.close(self._fd)
             raise
@@ -136,15 +112,15 @@ class ShmReader:
         buffer = target.reshape(-1).view(torch.uint8).numpy().data
         header = self._check()
         try:
-            for piece in self._pieces[_content(entry)]:
+            for piece in self._pieces[content_key(entry)]:
                 part = buffer[piece.tensor_offset : piece.tensor_offset + piece.nbytes]
-                read_at(self._fd, part, _position(piece, header.bucket_bytes))
+                read_at(self._fd, part, file_position(piece, header.bucket_bytes))
         except (OSError, EOFError) as error:
             raise WeightUpdateError(f"tensor {entry.name!r}: segment {self._manifest.location!r}: {error}") from error
         self._check()  # overwritten meanwhile? then what was read is a mixture
 
     def _check(self) -> SegmentHeader:
-        data = bytearray(_HEADER.size)
+        data = bytearray(HEADER_SIZE)
         try:
             read_at(self._fd, memoryview(data), 0)
         except (OSError, EOFError) as error:
@@ -170,15 +146,6 @@ class ShmReader:
         os.close(self._fd)
 
 
-def _content(entry: TensorEntry) -> tuple[str, str]:
-    """Equal for tensors that may share bytes. The digest covers dtype and shape as well."""
-    return entry.digest, entry.dtype
-
-
-def _position(piece: Piece, bucket_bytes: int) -> int:
-    return HEADER_BYTES + piece.bucket * bucket_bytes + piece.offset
-
-
 def _write_pieces(fd: int, tensor: torch.Tensor, pieces: Sequence[Piece], bucket_bytes: int) -> None:
     """Chunks come off the tensor's device, pieces cut them at bucket boundaries."""
     start = 0
@@ -188,12 +155,6 @@ def _write_pieces(fd: int, tensor: torch.Tensor, pieces: Sequence[Piece], bucket
             first = max(start, piece.tensor_offset)
             last = min(end, piece.tensor_offset + piece.nbytes)
             if first < last:
-                position = _position(piece, bucket_bytes) + first - piece.tensor_offset
+                position = file_position(piece, bucket_bytes) + first - piece.tensor_offset
                 write_at(fd, chunk[first - start : last - start], position)
         start = end
-
-
-def _plan(entries: Sequence[TensorEntry], bucket_bytes: int) -> dict[tuple[str, str], tuple[Piece, ...]]:
-    """The writer's layout, derived again from the manifest."""
-    distinct = {_content(entry): entry.nbytes for entry in entries}
-    return dict(zip(distinct, plan_buckets(distinct.values(), bucket_bytes), strict=True))

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from areal_like.api.weights import Manifest, TransportKind
 from areal_like.errors import WeightUpdateError
 from areal_like.weights.manifest import make_manifest
+from areal_like.weights.segment_layout import HEADER_BYTES
 from areal_like.weights.segments import segment_path
 from areal_like.weights.staging import StagedWeights
 from areal_like.weights.transports.base import WeightWriter
-from areal_like.weights.transports.shm import HEADER_BYTES
 
 Tensors = dict[str, torch.Tensor]
 NewModel = Callable[[Tensors], Tensors]

@@ -10,9 +10,9 @@ import torch
 
 from areal_like.api.weights import TransportKind
 from areal_like.errors import WeightUpdateError
+from areal_like.weights.segment_layout import HEADER_BYTES
 from areal_like.weights.segments import list_segments, remove_segments, segment_directory, segment_path
 from areal_like.weights.transports.base import WeightWriter, make_reader
-from areal_like.weights.transports.shm import HEADER_BYTES
 
 Tensors = dict[str, torch.Tensor]
 
