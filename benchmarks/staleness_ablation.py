@@ -232,6 +232,18 @@ def _line(axis: Any, outcomes: Sequence[Outcome], etas: Sequence[int], method: s
     axis.plot(range(len(etas)), means, "-o", color=colour, label=method, markersize=4)
 
 
+def save(outcomes: Sequence[Outcome], given: argparse.Namespace, *, seconds: float) -> None:
+    tasks = list(dict.fromkeys(o.task for o in outcomes))
+    result = {
+        "tasks": {name: {**asdict(TASKS[name]), "steps": given.steps or TASKS[name].steps} for name in tasks},
+        "methods": {name: list(overrides) for name, overrides in METHODS.items()},
+        "wall_seconds": round(seconds, 1),
+        "tables": {name: {figure: table(outcomes, name, figure) for figure in ("final", "area")} for name in tasks},
+        "runs": [asdict(outcome) for outcome in outcomes],
+    }
+    write_result(given.out.with_suffix(".json"), result)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS))
@@ -247,24 +259,16 @@ def main() -> int:
         build_models(given.tasks, given.seeds, Path(models))
         planned = cells(given, models)
         with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool:
-            for number, outcome in enumerate(pool.map(run_cell, planned), start=1):
+            for outcome in pool.map(run_cell, planned):
                 outcomes.append(outcome)
                 print(
-                    f"{number}/{len(planned)}  {outcome.task}  seed {outcome.seed}  η {outcome.eta}  {outcome.method}: "
-                    f"{outcome.final:.3f}, area {outcome.area:.3f}  ({outcome.cpu_seconds:.1f} CPU s)",
+                    f"{len(outcomes)}/{len(planned)}  {outcome.task}  seed {outcome.seed}  η {outcome.eta}  "
+                    f"{outcome.method}: {outcome.final:.3f}, area {outcome.area:.3f} "
+                    f"({outcome.cpu_seconds:.1f} CPU s)",
                     flush=True,
                 )
+                save(outcomes, given, seconds=time.monotonic() - started)  # what there is, should it be cut short
     show(outcomes)
-    result = {
-        "tasks": {name: {**asdict(TASKS[name]), "steps": given.steps or TASKS[name].steps} for name in given.tasks},
-        "methods": {name: list(overrides) for name, overrides in METHODS.items()},
-        "wall_seconds": round(time.monotonic() - started, 1),
-        "tables": {
-            name: {figure: table(outcomes, name, figure) for figure in ("final", "area")} for name in given.tasks
-        },
-        "runs": [asdict(outcome) for outcome in outcomes],
-    }
-    write_result(given.out.with_suffix(".json"), result)
     if not draw(outcomes, given.out.with_suffix(".png")):
         print("no picture: matplotlib is not installed (pip install -e .[bench])")
     return 0
