@@ -13,11 +13,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(scope="session")
 def tiny_guess(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The guessing game's model and data, small and hardly warmed up."""
+    """The guessing game's model and data, small and hardly warmed up: 20 rows to train on, 20 to evaluate."""
     from launcher.tiny_models import GuessSettings, TinyLlama, build_guess
 
     folder = tmp_path_factory.mktemp("tiny") / "guess"
-    build_guess(folder, 1, GuessSettings(size=TinyLlama(hidden=64), warm_steps=40, test_copies=4))
+    size = TinyLlama(hidden=64)
+    build_guess(folder, 1, GuessSettings(size=size, numbers=5, turns=3, warm_steps=40, train_copies=4, test_copies=4))
     return folder
 
 
