@@ -1,4 +1,4 @@
-"""``areal-like run|plan|check|serve|eval|export``: what can be asked, and how errors are told.
+"""``areal-like run|plan|check|serve|eval|doctor|export``: what can be asked, and how errors are told.
 
 Parsing imports nothing heavy; a command's module is imported when it is run.
 """
@@ -28,6 +28,7 @@ _COMMANDS = {
     "check": ("check", "look for faults: keys, model, data, user code, ports; start nothing"),
     "serve": ("serve", "one inference server in the foreground"),
     "eval": ("evaluate", "evaluate a checkpoint on the validation set"),
+    "doctor": ("doctor", "print what this machine and its environments can run; start nothing"),
     "export": ("export", "copy a run's Hugging Face checkpoint"),
 }
 
@@ -45,6 +46,9 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument("run_folder", help="runs/<experiment>/<trial>")
             command.add_argument("target", help="folder to write; must not exist or be empty")
             command.add_argument("--checkpoint", metavar="N", type=int, help="version to copy (default: the newest)")
+            continue
+        if name == "doctor":
+            command.add_argument("experiment", nargs="?", help="look for this experiment's engine, too")
             continue
         command.add_argument("experiment", help="the experiment's YAML file")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="as in actor.optimizer.lr=1e-4")

@@ -14,6 +14,7 @@ from rich.text import Text
 from areal_like.config.experiment import ExperimentConfig
 from areal_like.config.paths import RunPaths
 from launcher.devices import Machine
+from launcher.engine_facts import described, find_experiments_engine
 from launcher.processes import PlannedProcess, compute_threads, plan_processes
 
 #: packages whose versions decide what a run does
@@ -101,10 +102,11 @@ def render_plan(config: ExperimentConfig, machine: Machine, rows: int | None) ->
     planned = plan_processes(config, machine)
     return Group(
         _process_table(config, planned, machine),
-        _pairs("Batch", _batch_rows(batch_arithmetic(config, rows))),
-        _pairs(f"Staleness (η = {config.rollout.max_head_offpolicyness})", _staleness_rows(config)),
-        _pairs("Weights and files", _file_rows(config)),
-        _pairs("Versions", _versions()),
+        pairs("Batch", _batch_rows(batch_arithmetic(config, rows))),
+        pairs(f"Staleness (η = {config.rollout.max_head_offpolicyness})", _staleness_rows(config)),
+        pairs("Engine", described(find_experiments_engine(config))),
+        pairs("Weights and files", _file_rows(config)),
+        pairs("Versions", _versions()),
     )
 
 
@@ -159,14 +161,7 @@ def _staleness_rows(config: ExperimentConfig) -> Mapping[str, str]:
         "slots": f"{plan.slots} groups between admission and training, {plan.ahead} of them ahead of the current batch",
         "at once": f"{plan.running} groups = {plan.episodes} episodes",
         "on a commit": f"requests in flight: {config.rollout.interrupt.value}",
-        "reproducible": _reproducible(config),
     }
-
-
-def _reproducible(config: ExperimentConfig) -> str:
-    if config.rollout.spec.name == "embedded":
-        return "seeded answers repeat exactly if no commit cut them"
-    return f"seeded answers repeat as well as {config.rollout.spec.name} repeats them, if no commit cut them"
 
 
 def _file_rows(config: ExperimentConfig) -> Mapping[str, str]:
@@ -192,7 +187,8 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _pairs(title: str, rows: Mapping[str, str]) -> Table:
+def pairs(title: str, rows: Mapping[str, str]) -> Table:
+    """A table of names and what they are."""
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()

@@ -117,6 +117,7 @@ class TrainWorker(TrainMethods):
             run_id=self._spec.run_id,
             directory=self._spec.run_dir / "weights",
             bucket_bytes=self._spec.weights.bucket_bytes,
+            host=self._spec.weights.host,
         )
         stack.callback(writer.close)
         return writer

@@ -1,0 +1,128 @@
+"""What every engine promises when something dies: errors by name within their deadlines, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+from subjects import ServerProcess, Subject
+from subjects import running as started_server
+
+from areal_like.api.generation import GenerationHyperparameters, ModelRequest
+from areal_like.api.weights import InterruptMode, Manifest
+from areal_like.errors import InfrastructureError, ServerUnavailable, StaleCommand, WeightUpdateError
+from areal_like.weights.segments import remove_segments
+
+if TYPE_CHECKING:
+    from conftest import Line
+
+pytestmark = pytest.mark.timeout(900)
+
+PROMPT = [10, 200, 31, 77, 150, 42]
+
+
+@pytest.fixture
+def own_server(subject: Subject, model_path: Path, folder: Path) -> Iterator[ServerProcess]:
+    """A server that the test may kill."""
+    with started_server(subject, model_path, folder, name="mortal") as started:
+        yield started
+
+
+async def until_in_flight(line: Line) -> None:
+    while (await line.link.control.health(timeout=30)).in_flight < 1:  # noqa: ASYNC110  # another process
+        await asyncio.sleep(0.01)
+
+
+async def test_a_trainer_that_dies_before_the_bytes_are_fetched_costs_nothing(line: Line) -> None:
+    """Its shared memory is gone when the server wants to read it."""
+    before = line.version
+    write = line.trainer.export_weights
+
+    async def die(version: int, incarnation: int) -> Manifest:
+        manifest = await write(version, incarnation)
+        remove_segments(line.run_id)
+        return manifest
+
+    line.channel._exporter = type("Dying", (), {"export_weights": staticmethod(die)})()
+    with pytest.raises(WeightUpdateError):
+        await line.publish()
+    health = await line.link.control.health(timeout=30)
+    assert (health.status, health.version, health.paused) == ("ok", before, False)
+
+
+async def test_calls_of_the_past_are_refused(line: Line) -> None:
+    control = line.link.control
+    old = line.channel.manifest
+    assert old is not None
+    await line.publish()
+    with pytest.raises((StaleCommand, WeightUpdateError)):
+        await control.stage(old, timeout=30)
+    with pytest.raises((StaleCommand, WeightUpdateError)):
+        await control.commit(version=old.version, incarnation=0, mode=InterruptMode.KEEP, timeout=30)
+    assert (await control.health(timeout=30)).version == line.version
+    assert (await line.ask(PROMPT, max_new_tokens=2)).output_versions == [line.version] * 2
+
+
+async def test_what_was_not_staged_cannot_be_committed(line: Line) -> None:
+    with pytest.raises(WeightUpdateError):
+        await line.link.control.commit(version=line.version + 500, incarnation=0, mode=InterruptMode.KEEP, timeout=30)
+    assert (await line.ask(PROMPT, max_new_tokens=2)).output_versions == [line.version] * 2
+
+
+async def test_a_killed_server_is_an_error_in_time_and_leaves_nothing(
+    open_line: Any, own_server: ServerProcess
+) -> None:
+    """Requests in flight, a publication and new requests all end with a named error; then no process is left."""
+    async with open_line(own_server, timeout=20.0, update_timeout=20.0) as line:
+        family = own_server.descendants()
+        asked = asyncio.create_task(line.ask(PROMPT, max_new_tokens=400))
+        await until_in_flight(line)
+        began = time.monotonic()
+        own_server.engine().send_signal(signal.SIGKILL)
+        with pytest.raises(InfrastructureError):
+            await asked
+        with pytest.raises((WeightUpdateError, ServerUnavailable)):
+            await line.publish()
+        request = ModelRequest(input_ids=PROMPT, gconfig=GenerationHyperparameters(max_new_tokens=2))
+        with pytest.raises(InfrastructureError):
+            await line.engine.agenerate(request)
+        assert time.monotonic() - began < 90
+    await asyncio.to_thread(own_server.process.wait, 30)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, family, 15)
+    assert [process.pid for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    assert left_over(own_server) == []
+
+
+async def test_a_worker_that_dies_ends_the_whole_server(open_line: Any, own_server: ServerProcess) -> None:
+    family = own_server.descendants()
+    workers = [p for p in family if "worker" in p.name().lower() or "core" in p.name().lower()]
+    if not workers:
+        pytest.skip("this engine computes in one process")
+    async with open_line(own_server, timeout=20.0, update_timeout=20.0) as line:
+        asked = asyncio.create_task(line.ask(PROMPT, max_new_tokens=400))
+        await until_in_flight(line)
+        workers[-1].send_signal(signal.SIGKILL)
+        with pytest.raises(InfrastructureError):
+            await asked
+        with pytest.raises((WeightUpdateError, ServerUnavailable)):
+            await line.publish()
+    await asyncio.to_thread(own_server.process.wait, 60)
+    assert left_over(own_server) == []
+
+
+def left_over(server: ServerProcess) -> list[str]:
+    """Shared-memory blocks of ours made since the server was started, that nobody maps."""
+    mapped = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            mapped |= {line.rpartition("/")[2] for line in maps.read_text().splitlines() if "/psm_" in line}
+    made = [p for p in Path("/dev/shm").glob("psm_*") if p.stat().st_ctime >= server.began]
+    return [p.name for p in made if p.name not in mapped and p.stat().st_uid == os.geteuid()]
