@@ -1,0 +1,184 @@
+"""SGLang >= 0.5.19, the first that tells which weights wrote each token; over process groups from 0.5.21.
+
+Weights reach it from folders (``disk``, and ``shm`` through a folder in shared memory), or over its own weight-update
+groups (``collective``). ``update_weights_from_tensor`` and ``_from_ipc`` are never used: they carry pickles.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from areal_like.api.weights import InterruptMode, TransportKind
+from areal_like.errors import ConfigError, ServerUnavailable
+from areal_like.inference.backends.base import (
+    Capabilities,
+    EngineCommand,
+    LinkSettings,
+    ServerLink,
+    flag_arguments,
+    version_tuple,
+)
+from areal_like.inference.backends.sglang_control import SglangControl
+from areal_like.inference.backends.sglang_dialect import SglangDialect
+from areal_like.inference.backends.sglang_load import FolderLoad
+from areal_like.inference.backends.sglang_server import ServerState
+from areal_like.inference.spec import EngineSpec
+
+OLDEST = (0, 5, 19)
+#: the first version whose updates over a group are one session: begin, load, end
+GROUPS_SINCE = (0, 5, 21)
+_SERVE = Path(__file__).parent.parent / "sglang_plugin" / "serve.py"
+#: tokens at the end of the context that SGLang keeps to itself
+_RESERVED = 6
+#: what the contract rests on; the experiment may repeat these values, and not change them
+_FIXED: Mapping[str, Any] = {
+    "skip_tokenizer_init": False,  # stop strings
+    "allow_auto_truncate": False,  # a prompt that is cut silently
+    "weight_cache_mode": "off",  # weights shared with others cannot be updated
+    "tokenizer_worker_num": 1,  # a pause holds back requests of one tokenizer process
+    "dp_size": 1,  # replicas inside one server cannot be updated; ask for more servers
+}
+#: told by other keys of the experiment
+_ELSEWHERE: Mapping[str, str] = {
+    "host": "rollout.host",
+    "port": "rollout.port",
+    "model_path": "model.path",
+    "model": "model.path",
+    "device": "rollout.device",
+    "dtype": "model.dtype",
+    "api_key": "nothing: the run makes its own token",
+    "admin_api_key": "nothing: the run makes its own token",
+    "tensor_parallel_size": "rollout.backend (sglang:d1t2)",
+    "tp_size": "rollout.backend (sglang:d1t2)",
+    "pipeline_parallel_size": "rollout.backend (sglang:d1t1p2)",
+    "pp_size": "rollout.backend (sglang:d1t1p2)",
+    "max_running_requests": "rollout.max_batch_size",
+    "context_length": "rollout.context_length",
+    "random_seed": "seed",
+    "weight_version": "nothing: versions are published",
+}
+#: a CPU has neither SGLang's kernels nor graphs
+_CPU_DEFAULTS: Mapping[str, Any] = {
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "cuda_graph_backend_decode": "disabled",
+    "cuda_graph_backend_prefill": "disabled",
+    "max_total_tokens": 16384,
+    "mem_fraction_static": 0.3,
+}
+
+
+class SglangBackend:
+    """:class:`EngineBackend`."""
+
+    name = "sglang"
+    package = ("sglang",)
+
+    def capabilities(self, version: str) -> Capabilities:
+        found = version_tuple(version)
+        if found < OLDEST:
+            raise ConfigError(
+                f"SGLang {version} is too old: it does not tell which weights wrote a token; use 0.5.19 or newer"
+            )
+        groups = found >= GROUPS_SINCE
+        folders = {TransportKind.DISK, TransportKind.SHM}
+        return Capabilities(
+            engine="SGLang",
+            version=version,
+            interrupts=frozenset(InterruptMode),
+            transports=frozenset(folders),
+            spans=True,
+            seeds="repeats only with sglang.enable_deterministic_inference: true, on a GPU",
+            since={} if groups else {f"transport={TransportKind.COLLECTIVE}": "0.5.21"},
+        )
+
+    async def version(self, url: str, *, token: str, timeout: float) -> str:
+        headers = {"Authorization": f"Bearer {token}"}
+        try:
+            async with httpx.AsyncClient(trust_env=False, timeout=timeout, headers=headers) as http:
+                answer = await http.get(f"{url}/server_info")
+                answer.raise_for_status()
+                return str(answer.json()["version"])
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            raise ServerUnavailable(f"{url}/server_info: no SGLang answers there: {error!r}") from error
+
+    def connect(self, name: str, url: str, settings: LinkSettings) -> ServerLink:
+        state = ServerState()
+        control = SglangControl(name, url, state, FolderLoad(name), token=settings.token)
+        return ServerLink(control=control, dialect=SglangDialect(state))
+
+    def command(self, spec: EngineSpec, *, token: str) -> EngineCommand:
+        on_cpu = spec.devices == ("cpu",)
+        _check_flags(spec.flags)
+        ours: dict[str, Any] = {
+            "model_path": spec.model_path,
+            "host": spec.host,
+            "port": spec.port,
+            "device": "cpu" if on_cpu else "cuda",
+            "dtype": spec.dtype,
+            "random_seed": spec.seed,
+            "max_running_requests": spec.max_batch_size,
+            "context_length": _context_length(spec),
+            "tensor_parallel_size": spec.tensor,
+            "pipeline_parallel_size": spec.pipeline,
+            "grammar_backend": "none",
+            "disable_overlap_schedule": True,  # exact versions under interrupt=keep
+            "load_snapshot_publish_interval": 1,  # /v1/loads tells what runs now, not fifteen steps ago
+            "skip_server_warmup": True,
+            "log_level_http": "warning",
+            **(_CPU_DEFAULTS if on_cpu else {}),
+            **{plain: value for name, value in spec.flags.items() if (plain := _plain(name)) not in _FIXED},
+        }
+        # a flag that is False is left out: SGLang has no such form
+        given = {name: None if value is False else value for name, value in ours.items()}
+        arguments = (spec.python, str(_SERVE), *flag_arguments(given))
+        environment = _environment(spec, token, on_cpu=on_cpu)
+        return EngineCommand(arguments=arguments, environment=environment, health_path="/health")
+
+
+def _plain(flag: str) -> str:
+    return flag.replace("-", "_").lstrip("_")
+
+
+def _check_flags(flags: Mapping[str, Any]) -> None:
+    """Raise for a flag that would break the contract, or that another key of the experiment sets."""
+    for given, value in flags.items():
+        name = _plain(given)
+        if name in _ELSEWHERE:
+            raise ConfigError(f"sglang.{given}: is set by {_ELSEWHERE[name]}")
+        if name in _FIXED and value != _FIXED[name]:
+            raise ConfigError(f"sglang.{given}: must stay {_FIXED[name]!r}, on which answers or weight updates rest")
+
+
+def _context_length(spec: EngineSpec) -> int | None:
+    """What to ask for, so that ``rollout.context_length`` tokens can be used, within the model's own limit."""
+    if spec.context_length is None:
+        return None
+    wanted = spec.context_length + _RESERVED
+    try:
+        config: dict[str, Any] = json.loads((Path(spec.model_path) / "config.json").read_text(encoding="utf-8"))
+        limit = {**config, **config.get("text_config", {})}.get("max_position_embeddings")
+    except (OSError, ValueError):
+        limit = None
+    return min(wanted, int(limit)) if limit else wanted
+
+
+def _environment(spec: EngineSpec, token: str, *, on_cpu: bool) -> dict[str, str]:
+    """Variables of the engine's processes; those of the experiment win over ours."""
+    gpus = ",".join(device.partition(":")[2] or "0" for device in spec.devices)
+    threads = {"OMP_NUM_THREADS": str(spec.threads)} if "OMP_NUM_THREADS" not in os.environ else {}
+    device = {"SGLANG_USE_CPU_ENGINE": "1", **threads} if on_cpu else {"CUDA_VISIBLE_DEVICES": gpus}
+    return {
+        **device,
+        "SGLANG_API_KEY": token,
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0",  # a server that crashed waits a minute for core dumps
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health would generate a token, and sleep a second
+        "HF_HUB_OFFLINE": "1",  # models are folders; nothing is looked for elsewhere
+        **spec.environment,
+    }
