@@ -9,8 +9,6 @@ Legend: ``_C`` tokens of a chunk, ``_V`` vocabulary. z: scaled logits, p = softm
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -21,11 +19,11 @@ _BLOCK = 4096
 _WARPS = 8
 _BANNED = tl.constexpr(-1e30)
 
+# the kernels' arguments carry no annotations: Triton resolves every global name in them, and knows none but its own
+
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scaled(
-    logits: Any, bias: Any, ban: Any, banned: Any, column: Any, inside: Any, inverse: Any, FLAGS: tl.constexpr
-) -> Any:
+def _scaled(logits, bias, ban, banned, column, inside, inverse, FLAGS: tl.constexpr):
     """z of one block of one token, float32; -inf outside of the vocabulary."""
     z = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
     if FLAGS & 1:
@@ -39,9 +37,9 @@ def _scaled(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _softmax_forward(
-    logits: Any, bias: Any, ban: Any, active: Any, target: Any, logprob: Any, entropy: Any, lse: Any,
-    inverse: Any, stride: Any, V: Any, FLAGS: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+    logits, bias, ban, active, target, logprob, entropy, lse,
+    inverse, stride, V, FLAGS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program per token: online softmax with Σ z exp(z) beside Σ exp(z) (Milakov and Gimelshein 2018)."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -74,9 +72,9 @@ def _softmax_forward(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _softmax_backward(
-    logits: Any, bias: Any, ban: Any, active: Any, target: Any, lse: Any, entropy: Any,
-    grad_logprob: Any, grad_entropy: Any, inverse: Any, stride: Any, V: Any, FLAGS: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+    logits, bias, ban, active, target, lse, entropy,
+    grad_logprob, grad_entropy, inverse, stride, V, FLAGS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Writes the gradient of the logits over them: (g (1[y] - p) - g_H p (log p + H)) / temperature."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride

@@ -65,6 +65,10 @@ def varlen_attention(
     return _row_by_row(query, key, value, scaling, kwargs["row_lengths"]), None
 
 
+#: the kernel wants a head size divisible by this
+_HEAD_MULTIPLE = 8
+
+
 def has_kernel(device_type: str, dtype: torch.dtype) -> bool:
     """Whether one kernel takes all rows; else every row is a call, and needs its length on the host."""
     return device_type == "cuda" and dtype in _KERNEL_DTYPES and _varlen_attn is not None
@@ -86,5 +90,9 @@ def _by_kernel(
     q, k, v = (x.squeeze(0).transpose(0, 1).contiguous() for x in (query, key, value))
     grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if _TOLD_OF_GROUPS else {}
     assert _varlen_attn is not None
+    size = q.shape[-1]
+    if spare := -size % _HEAD_MULTIPLE:  # zeros change no score and add columns of zeros, which are cut off again
+        q, k, v = (F.pad(x, (0, spare)) for x in (q, k, v))
+        scaling = size**-0.5 if scaling is None else scaling
     out = _varlen_attn(q, k, v, row_starts, row_starts, longest, longest, scale=scaling, window_size=(-1, 0), **grouped)
-    return out.unsqueeze(0)
+    return out[..., :size].unsqueeze(0)
