@@ -1,0 +1,140 @@
+"""The keeper of an engine's server: real processes, with a small HTTP server in the engine's place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launcher.leftovers import sweep_engine_memory
+
+#: an engine: a child of its own that sleeps, then a server that is healthy at /health
+ENGINE = """
+import http.server, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+print("child", child.pid, flush=True)
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.headers["Authorization"] == "Bearer t" else 401)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answers).serve_forever()
+"""
+KEEPER = """
+import sys
+import launcher.engine_process as keeper
+from areal_like.inference.backends.base import EngineCommand
+from areal_like.inference.spec import EngineSpec
+
+class Fake:
+    def command(self, spec, *, token):
+        return EngineCommand(arguments=(sys.executable, "-c", sys.argv[1], str(spec.port)), environment={})
+
+keeper.get_engine = lambda name: Fake()
+known = {"backend": "vllm", "name": "s0", "python": "py", "version": "0.32", "model_path": "m"}
+spec = EngineSpec(**known, start_timeout=float(sys.argv[2]))
+keeper.run_engine(spec, "t", lambda url: print("READY", url, flush=True))
+"""
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(engine: str, timeout: float = 60.0) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", KEEPER, engine, str(timeout)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def lines_until_ready(process: subprocess.Popen[str]) -> list[list[str]]:
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line.split())
+        if lines[-1][0] == "READY":
+            return lines
+    raise AssertionError(process.communicate()[1])
+
+
+def gone(pid: int) -> bool:
+    """Ended within ten seconds."""
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_a_healthy_engine_is_reported_and_ends_with_its_keeper(start: Start) -> None:
+    process = start(ENGINE)
+    (_, child), (_, url) = lines_until_ready(process)
+    assert url.startswith("http://127.0.0.1:")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    assert gone(int(child))
+
+
+def test_an_engine_that_ends_is_an_error_and_takes_its_children_along(start: Start) -> None:
+    process = start(ENGINE)
+    (_, child), _ = lines_until_ready(process)
+    engine = next(p for p in psutil.Process(process.pid).children() if p.pid != int(child))
+    engine.kill()
+    assert process.wait(20) == 1
+    assert process.stderr is not None
+    assert "s0: the engine ended with status -9" in process.stderr.read()
+    assert gone(int(child))
+
+
+def test_an_engine_that_dies_early_is_told_at_once(start: Start) -> None:
+    process = start("import sys; sys.exit('no such flag: --frobnicate')")
+    output = process.communicate(timeout=30)[1]
+    assert "no such flag: --frobnicate" in output
+    assert "ended with status 1 before it was healthy" in output
+
+
+def test_an_engine_that_never_answers_is_ended_at_its_deadline(start: Start) -> None:
+    process = start("import time; time.sleep(1000)", timeout=0.5)
+    assert "was not healthy within 0.5 s; raise rollout.start_timeout" in process.communicate(timeout=30)[1]
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="Linux's memory file system")
+def test_blocks_that_nobody_maps_are_swept_and_others_stay() -> None:
+    began = time.time()
+    mapped, left = SharedMemory(create=True, size=64), SharedMemory(create=True, size=64)
+    try:
+        left.close()
+        sweep_engine_memory(began - 1)
+        blocks = {path.name for path in Path("/dev/shm").glob("psm_*")}
+        assert mapped.name in blocks
+        assert left.name not in blocks
+    finally:
+        mapped.close()
+        mapped.unlink()
+        from multiprocessing.resource_tracker import unregister
+
+        unregister(f"/{left.name}", "shared_memory")  # it was removed behind its tracker's back

@@ -1,0 +1,94 @@
+"""From the experiment to what a server is started with."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from areal_like.config.experiment import ExperimentConfig
+from areal_like.errors import ConfigError
+from launcher.child import TOKEN_VARIABLE
+from launcher.devices import Machine
+from launcher.engine_facts import described, find_engine, find_experiments_engine
+from launcher.engines import engine_spec, server_part, servers_token
+from launcher.processes import INFERENCE, plan_processes
+
+Experiment = Callable[..., ExperimentConfig]
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> str:
+    """An interpreter whose environment has vLLM 0.28, and us."""
+    path = tmp_path / "python"
+    path.write_text(
+        '#!/bin/sh\nfor word in "$@"; do\n'
+        '  case "$word" in vllm) echo 0.28.0; exit;; areal-like) echo 0.1; exit;; esac\ndone\n'
+    )
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_the_sections_of_an_engine_reach_its_server(experiment: Experiment, python: str) -> None:
+    config = experiment(
+        rollout={"backend": "vllm:d2t2", "python": python, "port": 9000, "environment": {"A": "b"}, "device": "cuda"},
+        vllm={"block_size": 64},
+        model={"dtype": "bfloat16"},
+    )
+    planned = [p for p in plan_processes(config, Machine(cores=8, gpus=8)) if p.role == INFERENCE]
+    spec = engine_spec(config, planned[1])
+    assert (spec.version, spec.tensor, spec.devices, spec.port) == ("0.28.0", 2, ("cuda:2", "cuda:3"), 9001)
+    assert (spec.flags, spec.environment, spec.dtype) == ({"block_size": 64}, {"A": "b"}, "bfloat16")
+    assert server_part(config, planned[1]).entry == "engine"
+
+
+def test_the_embedded_engine_is_a_role_of_ours(experiment: Experiment) -> None:
+    config = experiment()
+    (planned,) = [p for p in plan_processes(config, Machine(cores=2, gpus=0)) if p.role == INFERENCE]
+    part = server_part(config, planned)
+    assert (part.entry, json.loads(part.spec)["name"]) == ("inference", "inference-0")
+
+
+def test_servers_of_others_are_not_started(experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = experiment(rollout={"backend": "vllm:d2", "servers": ["http://a:1", "http://b:1"]})
+    assert [p.role for p in plan_processes(config, Machine(cores=2, gpus=0)) if p.role == INFERENCE] == []
+    monkeypatch.setenv(TOKEN_VARIABLE, "theirs")
+    assert servers_token(config, "ours") == "theirs"
+    assert servers_token(experiment(), "ours") == "ours"
+    assert find_experiments_engine(config).trouble == "asked when the run starts"
+
+
+@pytest.mark.parametrize(
+    ("rollout", "said"),
+    [
+        ({"servers": ["http://a:1", "http://b:1"]}, "says 1 servers; write d2"),
+        ({"servers": ["a:1"]}, "'a:1' is no server's URL"),
+        ({"servers": ["http://a:1", "http://a:1"], "backend": "embedded:d2"}, "names a server twice"),
+    ],
+)
+def test_servers_must_be_urls_and_as_many_as_the_backend_says(
+    experiment: Experiment, rollout: dict[str, object], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        experiment(rollout=rollout)
+
+
+def test_flags_for_an_engine_that_is_not_used_are_refused(experiment: Experiment) -> None:
+    with pytest.raises(ConfigError, match=r"vllm: has flags, and rollout\.backend is 'embedded:d1'"):
+        experiment(vllm={"block_size": 16})
+
+
+def test_what_an_old_engine_lacks_is_told_with_the_version_that_has_it(python: str) -> None:
+    rows = described(find_engine("vllm", python))
+    assert rows["engine"] == f"vLLM 0.28.0 at {python}"
+    assert "interrupt=keep needs vLLM >= 0.32" in rows["interrupts"]
+
+
+def test_an_environment_that_is_missing_is_no_error() -> None:
+    facts = find_engine("vllm", os.path.join("no", "python"))
+    assert facts.capabilities is None
+    assert "no/python" in described(facts)["state"]
