@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +60,7 @@ class TrainEngine:
             min_ratio=optimizer.min_lr_ratio,
         )
         self._shards = _local_shards(policy)
+        self._names = [name for name, _ in policy.language_model.named_parameters()]
         self._adamw = torch.optim.AdamW(
             [local for _, local in self._shards],
             lr=optimizer.lr,
@@ -124,6 +125,32 @@ class TrainEngine:
         norms = torch.stack(torch._foreach_norm(local)) if local else torch.zeros(1, device=self._shards[0][1].device)
         return self.parallel.sum_over_shards(norms.double().square().sum()).sqrt()
 
+    def state(self) -> dict[str, Tensor]:
+        """What training needs to go on, by name: ``weight/...``, ``mean/...``, ``square/...`` (AdamW's moments), which
+        share this engine's memory, and ``steps`` (taken, skipped), a copy.
+        """
+        found: dict[str, Tensor] = {"steps": torch.tensor([self._steps, self._skipped])}
+        for name, (parameter, local) in zip(self._names, self._shards, strict=True):
+            found[f"weight/{name}"] = parameter.detach()
+            moments = self._moments(local)
+            found[f"mean/{name}"] = _like(parameter, moments["exp_avg"])
+            found[f"square/{name}"] = _like(parameter, moments["exp_avg_sq"])
+        return found
+
+    def adopt(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from ``state``: :meth:`state` of this engine, its tensors filled in place since."""
+        self._steps, self._skipped = (int(n) for n in state["steps"])
+        for _, local in self._shards:
+            self._moments(local)["step"].fill_(float(self._steps))
+
+    def _moments(self, local: torch.nn.Parameter) -> dict[str, Tensor]:
+        """AdamW's state of one shard, zeros where it has not stepped yet, as AdamW would make it."""
+        state: dict[str, Tensor] = self._adamw.state[local]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=local.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(local), torch.zeros_like(local)
+        return state
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the model by its Hugging Face name, whole, one at a time; a tied tensor once.
 
@@ -142,14 +169,8 @@ class TrainEngine:
         if not isinstance(parameter, DTensor):
             return parameter.to(self._export_dtype)
         local = parameter.to_local().to(self.parallel.device, self._export_dtype)  # offloaded shards lie on the host
-        placed = DTensor.from_local(
-            local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        placed = _like(parameter, local)
+        assert isinstance(placed, DTensor)
         whole: Tensor = placed.full_tensor()
         return whole
 
@@ -165,6 +186,20 @@ def _local_shards(policy: PolicyModel) -> list[tuple[torch.nn.Parameter, torch.n
         assert local.data_ptr() == _local(parameter.detach()).data_ptr()
         pairs.append((parameter, local))
     return pairs
+
+
+def _like(parameter: Tensor, local: Tensor) -> Tensor:
+    """``local`` as this rank's shard of a tensor that is split as ``parameter`` is."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from areal_like.train.model import PolicyModel, load_language_model, replayed_sa
 from areal_like.train.ppo import Companions, PpoUpdate
 from areal_like.train.reference import Reference
 from areal_like.train.sft import SftUpdate, supervised_row
+from areal_like.train.snapshot import SnapshotStore
 
 VOCABULARY = 19
 EOS = 2
@@ -140,10 +141,14 @@ def build_engine(
     gconfig: GenerationHyperparameters | None = None,
     dtype: torch.dtype = torch.float64,
     total_steps: int = 10,
+    offload: bool = False,
 ) -> TrainEngine:
-    model = exact_norms(load_language_model(folder, dtype=dtype, layout=actor.mb_spec.packing)).to(parallel.device)
+    model = load_language_model(
+        folder, dtype=dtype, layout=actor.mb_spec.packing, gradient_checkpointing=actor.gradient_checkpointing
+    )
+    model = exact_norms(model).to(parallel.device)
     policy = PolicyModel(model, replayed_sampling(gconfig or GenerationHyperparameters(), model))
-    return TrainEngine(policy, parallel, actor.optimizer, total_steps=total_steps)
+    return TrainEngine(policy, parallel, actor.optimizer, total_steps=total_steps, offload=offload)
 
 
 def run_update(
@@ -169,7 +174,8 @@ def build_critic(
     model = load_value_model(folder, dtype=dtype, layout=actor.mb_spec.packing)
     with torch.no_grad():  # a new head is 0; here values should differ
         model.score.weight.copy_(torch.linspace(-0.4, 0.5, model.score.weight.numel(), dtype=dtype)[None])
-    engine = TrainEngine(ValueModel(exact_norms(model)), parallel, settings.optimizer, total_steps=total_steps)
+    model = exact_norms(model).to(parallel.device)
+    engine = TrainEngine(ValueModel(model), parallel, settings.optimizer, total_steps=total_steps)
     return Critic(engine, settings, model.config)
 
 
@@ -177,6 +183,7 @@ def build_reference(folder: Path, parallel, actor: ActorConfig, *, dtype: torch.
     """The policy's own architecture with other weights, the same on all ranks."""
     model = exact_norms(load_language_model(folder, dtype=dtype, layout=actor.mb_spec.packing))
     shake(model)
+    model = model.to(parallel.device)
     return Reference(PolicyModel(model, replayed_sampling(GenerationHyperparameters(), model)), parallel)
 
 
@@ -227,6 +234,25 @@ def not_finite_on_one_rank(parallel, folder: Path):
     bad = rows["0/0"]
     rows["0/0"] = replace(bad, returns=np.full(bad.length, np.nan, np.float32))
     return _run(parallel, folder, _actor(), batch, rows)
+
+
+def rows_that_nobody_wrote(parallel, folder: Path):
+    """Every other row is masked; with four ranks, some rank has only such rows."""
+    batch, rows = random_batch(groups=2, sizes=(3, 3), seed=8)
+    for key in [key for key in rows if int(key[-1]) % 2 == 0]:
+        row = rows[key]
+        nothing = np.zeros_like(row.loss_mask)
+        rows[key] = replace(row, loss_mask=nothing, logprobs=row.logprobs * 0, versions=nothing - 1)
+    return _run(parallel, folder, _actor(), batch_of(rows, batch.version), rows)
+
+
+def packed_one_token_at_a_time(parallel, folder: Path):
+    actor = _actor(mb_spec={"packing": "packed", "max_tokens_per_mb": 1})
+    return _run(parallel, folder, actor, *random_batch(seed=9))
+
+
+def recomputed_and_offloaded(parallel, folder: Path):
+    return _run(parallel, folder, _actor(gradient_checkpointing=True), *random_batch(seed=2), offload=True)
 
 
 def replayed_processors(parallel, folder: Path):
@@ -289,6 +315,9 @@ SCENARIOS = {
         a_rank_without_rows,
         no_rank_has_more_than_one_row,
         not_finite_on_one_rank,
+        rows_that_nobody_wrote,
+        packed_one_token_at_a_time,
+        recomputed_and_offloaded,
         replayed_processors,
         critic_and_reference,
         bounded_by_second_moment,
@@ -297,3 +326,32 @@ SCENARIOS = {
         single_precision,
     )
 }
+
+KINDS = ("untied", "tied")
+
+
+def cases(ranks: int) -> list[tuple[str, str]]:
+    """(kind, scenario): all with two ranks, those that differ by the number of ranks with more."""
+    every = [(kind, name) for kind in KINDS for name in SCENARIOS]
+    few = (uneven_rows, packed_micro_batches, not_finite_on_one_rank, rows_that_nobody_wrote, recomputed_and_offloaded)
+    return every if ranks == 2 else [("tied", f.__name__) for f in few]
+
+
+def snapshot_written(parallel, folder: Path, root: Path):
+    """Two updates; the state between them is written to ``root`` while the second runs. Weights after both."""
+    engine = build_engine(folder, parallel, _actor())
+    run_update(engine, _actor(), *random_batch(seed=1))
+    store = SnapshotStore(root, {"policy": engine}, parallel)
+    store.save(1)
+    run_update(engine, _actor(), *random_batch(seed=2))
+    store.finish()
+    return weights_of(engine)
+
+
+def snapshot_read(parallel, folder: Path, root: Path):
+    """The second of those updates, by a fresh engine that reads the first from ``root``."""
+    engine = build_engine(folder, parallel, _actor())
+    store = SnapshotStore(root, {"policy": engine}, parallel)
+    assert store.load(store.latest()) == 1
+    run_update(engine, _actor(), *random_batch(seed=2))
+    return weights_of(engine)
