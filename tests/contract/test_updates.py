@@ -51,17 +51,17 @@ async def test_an_update_in_the_middle_of_an_answer(open_line: Any, server: Serv
     async with open_line(server, interrupt=mode) as line:
         before = line.version
         after = line.prepare()
-        asked = asyncio.create_task(line.ask(PROMPT, max_new_tokens=96))
+        asked = asyncio.create_task(line.ask(PROMPT, max_new_tokens=400))
         await running(line)
         await line.publish(after)
         answer: ModelResponse = await asked
-        assert answer.output_len == 96
+        assert answer.output_len == 400
         old = answer.output_versions.count(before)
         if mode is InterruptMode.DRAIN:
-            assert old == 96
+            assert old == 400
             return
-        assert answer.output_versions == [before] * old + [after] * (96 - old)
-        assert 0 < old < 96
+        assert answer.output_versions == [before] * old + [after] * (400 - old)
+        assert 0 < old < 400
         assert line.distance(answer, before, 0, old) < line.subject.noise
         if mode is InterruptMode.RECOMPUTE:
             assert line.distance(answer, after, old) < 1.5 * line.subject.noise
