@@ -12,6 +12,8 @@ from areal_like.weights.segments import remove_segments, segment_directory
 
 #: a Unix socket's whole path must fit into 107 bytes; this much is left for the folder
 _LONGEST_SOCKET_FOLDER = 70
+#: what Python's multiprocessing calls its blocks and semaphores
+_ENGINE_MEMORY = ("psm_*", "sem.mp-*")
 
 
 def new_run_id() -> str:
@@ -38,11 +40,12 @@ def sweep(run_id: str) -> None:
 
 
 def sweep_engine_memory(since: float) -> None:
-    """Remove Python shared-memory blocks made after ``since`` (seconds of the epoch) that no process maps any more.
+    """Remove Python's shared memory and semaphores made after ``since`` (seconds of the epoch) that nobody maps.
 
-    An engine that is killed leaves them (``/dev/shm/psm_*``): its resource tracker dies with it.
+    An engine that is killed leaves them: its resource tracker dies with it.
     """
-    made = [path for path in segment_directory().glob("psm_*") if _made_after(path, since)]
+    found = (path for pattern in _ENGINE_MEMORY for path in segment_directory().glob(pattern))
+    made = [path for path in found if _made_after(path, since)]
     mapped = _mapped_blocks() if made else frozenset()
     for path in made:
         if path.name not in mapped:
@@ -65,7 +68,7 @@ def _mapped_blocks() -> frozenset[str]:
             lines = maps.read_text(errors="replace").splitlines()
         except OSError:  # it has ended, or belongs to another user, whose blocks are not ours
             continue
-        found.update(Path(line.split(maxsplit=5)[-1]).name for line in lines if "/psm_" in line)
+        found.update(Path(line.split(maxsplit=5)[-1]).name for line in lines if "/dev/shm/" in line)
     return frozenset(found)
 
 
