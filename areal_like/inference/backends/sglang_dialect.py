@@ -7,6 +7,7 @@ What SGLang would do, and what is done about it here (read and measured on 0.5.2
   "sampling mask" is, too, with which log-probs of the distribution really sampled from come;
 * fields that it does not know are ignored: every field sent is one it has;
 * a stop string ends an answer before its minimum of tokens: such an answer counts as cut, and is gone on with;
+* ``ignore_eos`` makes it ignore stop ids as well (see :func:`_stops`);
 * the text may lack what the ids have: only ids are read.
 """
 
@@ -32,6 +33,8 @@ LEAST_TEMPERATURE = 1e-6
 _TIES = 96
 #: seeds are signed 64-bit numbers
 _SEED_MASK = 2**63 - 1
+#: added to the logit of an id that may not be written
+_BANNED = -1e9
 #: stop strings that one request may have
 _MOST_STOPS = 32
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}
@@ -104,7 +107,7 @@ class SglangDialect:
         logprobs: Sequence[float | None] = [value for value, _, _ in meta.output_token_logprobs]
         if _filtered(body.sampling):
             logprobs = _of_filtered(meta, len(tokens))
-        reason = _reason(meta.finish_reason, early=len(tokens) < body.sampling.min_new_tokens)
+        reason = _reason(meta.finish_reason, body.sampling, len(tokens))
         spans = [self._span(span) for span in meta.weight_versions or () if span.start < span.end]
         output = GenerateOutput(token_ids=tokens, logprobs=_finite(logprobs), spans=spans, stop_reason=reason)
         return Segment(output=output)
@@ -139,7 +142,7 @@ def sampling_params(sampling: SamplingBody, facts: ServerFacts) -> dict[str, Any
         raise RequestError(f"{len(sampling.stop)} stop strings: SGLang takes at most {_MOST_STOPS}")
     return {
         "max_new_tokens": sampling.max_new_tokens,
-        "min_new_tokens": sampling.min_new_tokens,
+        "min_new_tokens": 0,
         "temperature": 0.0 if greedy else sampling.temperature,
         "top_p": 1.0 if greedy else sampling.top_p,
         "top_k": -1 if greedy else _top_k(sampling, facts),
@@ -148,11 +151,12 @@ def sampling_params(sampling: SamplingBody, facts: ServerFacts) -> dict[str, Any
         "presence_penalty": 0.0,
         "repetition_penalty": 1.0,
         "stop": list(sampling.stop) or None,
-        "stop_token_ids": list(sampling.stop_token_ids) or None,
-        "ignore_eos": sampling.ignore_eos,
+        "stop_token_ids": None,
+        "ignore_eos": False,
         "skip_special_tokens": False,
         "no_stop_trim": True,
         "sampling_seed": None if sampling.seed is None else sampling.seed & _SEED_MASK,
+        **_stops(sampling),
     }
 
 
@@ -171,12 +175,39 @@ def _top_k(sampling: SamplingBody, facts: ServerFacts) -> int:
     return sampling.top_k or most
 
 
-def _reason(finish: _Finish | None, *, early: bool) -> StopReason:
-    """How it ended. A stop string before the minimum has cut the answer, not ended it: the client goes on."""
+def _reason(finish: _Finish | None, sampling: SamplingBody, count: int) -> StopReason:
+    """How it ended; ABORT for what only SGLang takes for an end, so that the client goes on from there."""
     reason = _REASONS.get(finish.type if finish else "")
     if finish is None or reason is None:
         raise ServerUnavailable(f"it ended with {finish!r}, which is no way for an answer to end")
-    return StopReason.ABORT if early and isinstance(finish.matched, str) else reason
+    early_string = isinstance(finish.matched, str) and count < sampling.min_new_tokens
+    ignored_eos = (
+        reason is StopReason.STOP
+        and isinstance(finish.matched, int)
+        and sampling.ignore_eos
+        and finish.matched not in sampling.stop_token_ids
+    )
+    first_part = reason is StopReason.LENGTH and count < sampling.max_new_tokens
+    return StopReason.ABORT if early_string or ignored_eos or first_part else reason
+
+
+def _stops(sampling: SamplingBody) -> dict[str, Any]:
+    """What ends an answer, and what may not before the minimum.
+
+    Under ``ignore_eos`` SGLang ignores stop ids as well, and its minimum bans the end token all the same. So stop ids
+    are asked for without it, ends by the end token count as cuts, and a minimum is a first part with stop ids banned.
+    """
+    if not sampling.ignore_eos:
+        return {"min_new_tokens": sampling.min_new_tokens, "stop_token_ids": list(sampling.stop_token_ids) or None}
+    if not sampling.stop_token_ids:
+        return {"ignore_eos": True}
+    if sampling.min_new_tokens == 0:
+        return {"stop_token_ids": list(sampling.stop_token_ids)}
+    return {
+        "ignore_eos": True,
+        "max_new_tokens": min(sampling.min_new_tokens, sampling.max_new_tokens),
+        "logit_bias": {str(token): _BANNED for token in sampling.stop_token_ids},
+    }
 
 
 def _greedy(sampling: SamplingBody) -> bool:
