@@ -52,7 +52,7 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config: WeightTransferConfig, *arguments: Any, **named: Any) -> None:
         super().__init__(config, *arguments, **named)
-        self._receiver = Receiver()
+        self._receiver = Receiver(self.device)
         self._expected: Expected | None = None
         self._loaded: Manifest | None = None
         self._loaded_seconds = 0.0

@@ -75,7 +75,9 @@ class Staged:
 class Receiver:
     """One worker's staging. Methods are called by the worker's thread; ``staged`` and ``error`` come from another."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        """``device``: where the worker computes; collective groups over NCCL receive there."""
+        self._device = device
         self._lock = threading.Lock()
         self._number = 0
         self._manifest: Manifest | None = None
@@ -150,6 +152,8 @@ class Receiver:
         tensors: dict[str, torch.Tensor] = {}
         error = ""
         try:
+            if self._device is not None and self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # each thread has a current device of its own
             with make_reader(manifest) as reader:
                 for entry in manifest.tensors:
                     target = torch.empty(entry.shape, dtype=parse_dtype(entry.dtype))
