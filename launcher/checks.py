@@ -27,7 +27,7 @@ from areal_like.weights.segments import segment_directory
 from launcher.devices import Machine, this_machine
 from launcher.engines import check_capabilities, engine_environment
 from launcher.model_files import ModelFacts, inspect_model, vocabulary_size
-from launcher.processes import compute_threads, gpus_wanted, plan_processes
+from launcher.processes import INFERENCE, TRAIN, compute_threads, gpus_wanted, plan_processes
 from launcher.run_directory import check_run_directory
 
 #: rows whose prompts are measured; a few seconds at most
@@ -62,6 +62,7 @@ def check_experiment(
     gathered.run(lambda: check_companions(config))
     rows = gathered.run(lambda: _read_dataset("train_dataset.path", config.train_dataset.path, None)) or []
     valid = _valid_rows(config, gathered)
+    gathered.run(lambda: check_collective(config, machine))
     gathered.run(lambda: check_plugins(config))
     gathered.run(lambda: check_ports(config.rollout.host, config.rollout.port, config.rollout.spec.data))
     if run_directory:
@@ -227,6 +228,22 @@ def _prompt_lengths(tokenizer_file: Path, rows: Sequence[dict[str, Any]]) -> dic
         encoded = Tokenizer.from_file(str(tokenizer_file)).encode_batch(list(texts.values()), add_special_tokens=False)
         lengths |= {row: len(tokens.ids) for row, tokens in zip(texts, encoded, strict=True)}
     return lengths
+
+
+def check_collective(config: ExperimentConfig, machine: Machine) -> None:
+    """NCCL needs a GPU for every member of a group; gloo does with host memory."""
+    if config.weights.transport is not TransportKind.COLLECTIVE or config.weights.group == "gloo":
+        return
+    planned = plan_processes(config, machine)
+    trainer = next(p.device for p in planned if p.role == TRAIN)
+    servers = {device for p in planned if p.role == INFERENCE for device in p.devices}
+    if trainer == "cpu" and config.weights.group == "auto":
+        return
+    if "cpu" in servers | {trainer} or trainer in servers:
+        raise ConfigError(
+            f"weights.group: {config.weights.group!r} means nccl, which needs a GPU for the trainer ({trainer}) and "
+            f"others for the servers ({', '.join(sorted(servers))}); use weights.group=gloo"
+        )
 
 
 def check_shared_memory(config: ExperimentConfig, model: ModelFacts) -> list[str]:

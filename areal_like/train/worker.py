@@ -118,9 +118,15 @@ class TrainWorker(TrainMethods):
             directory=self._spec.run_dir / "weights",
             bucket_bytes=self._spec.weights.bucket_bytes,
             host=self._spec.weights.host,
+            group=self._weights_group(),
         )
         stack.callback(writer.close)
         return writer
+
+    def _weights_group(self) -> str:
+        """Over NCCL where this rank is on a GPU, unless the experiment says otherwise."""
+        asked = self._spec.weights.group
+        return ("nccl" if self._parallel.device.type == "cuda" else "gloo") if asked == "auto" else asked
 
     def statistics(self) -> EngineStatistics:
         return self._engine.statistics()

@@ -88,6 +88,7 @@ class StagedWeights:
         """
         started = time.perf_counter()
         with self._exclusively("stage"):
+            _use_device(next(iter(self._live.values())).device)
             self._staged = None
             check_manifest(manifest)
             sources = self._match(manifest)
@@ -225,6 +226,12 @@ class StagedWeights:
             yield
         finally:
             self._busy.release()
+
+
+def _use_device(device: torch.device) -> None:
+    """Staging runs in a thread of its own, and each has a current CUDA device: groups over NCCL receive there."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _storage_key(tensor: torch.Tensor) -> tuple[object, ...]:

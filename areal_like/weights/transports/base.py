@@ -61,6 +61,7 @@ def make_writer(
     directory: Path,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     host: str = "127.0.0.1",
+    group: str = "gloo",
 ) -> WeightWriter:
     """The trainer's end of transport ``kind``.
 
@@ -69,6 +70,7 @@ def make_writer(
         directory: where snapshots are written (disk).
         bucket_bytes: size of a transfer bucket (shm, collective) or of a snapshot's file (disk).
         host: address at which the servers reach this process (collective).
+        group: gloo, or nccl where this process and every server have GPUs of their own (collective).
     """
     if kind is TransportKind.DISK:
         from areal_like.weights.transports.disk import DiskWriter
@@ -77,7 +79,7 @@ def make_writer(
     if kind is TransportKind.COLLECTIVE:
         from areal_like.weights.transports.collective import CollectiveWriter
 
-        return CollectiveWriter(host=host, bucket_bytes=bucket_bytes)
+        return CollectiveWriter(host=host, bucket_bytes=bucket_bytes, backend=group)
     from areal_like.weights.transports.shm import ShmWriter
 
     return ShmWriter(run_id, bucket_bytes=bucket_bytes)

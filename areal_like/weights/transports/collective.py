@@ -94,10 +94,14 @@ class _Offer:
 class CollectiveWriter:
     """The trainer's end (rank 0): keeps a packed copy of the current version and serves rounds of it in a thread."""
 
-    def __init__(self, *, host: str, bucket_bytes: int, backend: str = "gloo", device: str = "cpu") -> None:
-        """``host``: address of this machine that the servers can reach; the store listens on it alone."""
+    def __init__(self, *, host: str, bucket_bytes: int, backend: str = "gloo") -> None:
+        """``host``: address of this machine that the servers can reach; the store listens on it alone.
+
+        ``backend``: gloo moves host memory; nccl the current CUDA device's, bucket by bucket.
+        """
         self._bucket_bytes = aligned_bucket_bytes(bucket_bytes)
-        self._host, self._backend, self._device = host, backend, device
+        self._host, self._backend = host, backend
+        self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         listener = socket.create_server((host, 0))
         self._port: int = listener.getsockname()[1]
         self._store = TCPStore(
@@ -132,6 +136,8 @@ class CollectiveWriter:
             self._changed.notify()
 
     def _serve(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._offer is not None)

@@ -14,7 +14,7 @@ import pytest
 
 from areal_like.config.experiment import ExperimentConfig
 from areal_like.errors import ConfigError
-from launcher.checks import check_experiment, check_ports
+from launcher.checks import check_collective, check_experiment, check_ports
 from launcher.devices import Machine
 
 Experiment = Callable[..., ExperimentConfig]
@@ -96,6 +96,20 @@ def test_every_fault_is_in_the_one_message(experiment: Experiment) -> None:
         "model.path",
         "workflow",
     ]
+
+
+def test_nccl_needs_a_gpu_for_each_end(experiment: Experiment) -> None:
+    def asked(gpus: int, **weights: Any) -> None:
+        config = experiment(weights={"transport": "collective", **weights})
+        check_collective(config, Machine(cores=8, gpus=gpus))
+
+    asked(gpus=0)
+    asked(gpus=2)
+    asked(gpus=1, group="gloo")
+    with pytest.raises(ConfigError, match=r"needs a GPU for the trainer \(cpu\).*use weights.group=gloo"):
+        asked(gpus=0, group="nccl")
+    with pytest.raises(ConfigError, match=r"trainer \(cuda:0\) and others for the servers \(cuda:0\)"):
+        asked(gpus=1)
 
 
 def test_a_port_in_use_is_named_and_a_free_one_passes(experiment: Experiment) -> None:
