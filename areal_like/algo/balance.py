@@ -85,7 +85,22 @@ def _even_out(bins: list[list[int]], most: int, lengths: Sequence[int], layout: 
             bins.append([])
             continue
         largest = max(divisible, key=lambda members: footprint([lengths[i] for i in members], layout))
-        halves = karmarkar_karp([float(lengths[i]) for i in largest], 2)
-        moved = [largest[i] for i in halves[1]]
-        largest[:] = [largest[i] for i in halves[0]]
+        kept, moved = _halves(largest, lengths, layout)
+        largest[:] = kept
         bins.append(moved)
+
+
+def _halves(members: Sequence[int], lengths: Sequence[int], layout: Layout) -> tuple[list[int], list[int]]:
+    """Two parts of nearly equal cost; padded: where the padding that falls away is most, the longer rows first."""
+    if layout == "packed":
+        first, second = karmarkar_karp([float(lengths[i]) for i in members], 2)
+        return [members[i] for i in first], [members[i] for i in second]
+    falling = sorted(members, key=lambda i: (-lengths[i], i))
+    middle = (len(falling) + 1) // 2
+    cut = min(range(1, len(falling)), key=lambda k: (_padded(falling, k, lengths), abs(k - middle)))
+    return sorted(falling[:cut]), sorted(falling[cut:])
+
+
+def _padded(falling: Sequence[int], cut: int, lengths: Sequence[int]) -> int:
+    """Tokens that both parts take, ``falling`` in length and cut before index ``cut``."""
+    return lengths[falling[0]] * cut + lengths[falling[cut]] * (len(falling) - cut)

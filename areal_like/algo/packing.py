@@ -9,6 +9,9 @@ from typing import Literal
 
 Layout = Literal["packed", "padded"]
 
+#: tokens of padding that a padded micro-batch may hold: about what one more forward and backward pass costs
+MAX_PADDING = 2048
+
 
 def footprint(lengths: Sequence[int], layout: Layout) -> int:
     """Tokens that rows of ``lengths`` take in one micro-batch: end to end, or padded to the longest."""
@@ -20,24 +23,29 @@ def footprint(lengths: Sequence[int], layout: Layout) -> int:
 def pack(lengths: Sequence[int], budget: int, layout: Layout = "packed") -> list[list[int]]:
     """Indices of rows per micro-batch, each within ``budget`` tokens; a longer row has a micro-batch of its own.
 
-    First-fit decreasing: at most 11/9 of the fewest possible plus one (packed). Rows keep their order inside a
-    micro-batch; the result depends on nothing but the arguments.
+    First-fit decreasing: at most 11/9 of the fewest possible plus one (packed). Padded rows are sorted into bins of
+    like length, so that short rows never pay for long ones beyond :data:`MAX_PADDING` tokens a bin. Rows keep their
+    order inside a micro-batch; the result depends on nothing but the arguments.
     """
     if budget < 1:
         raise ValueError(f"the token budget of a micro-batch must be at least 1, got {budget}")
     bins: list[list[int]] = []
     used: list[int] = []
+    padding: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         for i, members in enumerate(bins):
             # rows come in falling length, so a bin's first row is its longest and sets the padding
             extra = lengths[row] if layout == "packed" else lengths[members[0]]
-            if used[i] + extra <= budget:
+            waste = padding[i] + extra - lengths[row]
+            if used[i] + extra <= budget and waste <= MAX_PADDING:
                 members.append(row)
                 used[i] += extra
+                padding[i] = waste
                 break
         else:
             bins.append([row])
             used.append(lengths[row])
+            padding.append(0)
     return [sorted(members) for members in bins]
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from areal_like.algo.schedule import LearningRate
 from areal_like.config.actor import OptimizerConfig
 from areal_like.train.batching import MicroBatch
-from areal_like.train.model import PolicyModel
+from areal_like.train.model import PolicyModel, counted_cost
 from areal_like.train.parallel import Parallel, shard
 
 
@@ -49,6 +49,7 @@ class TrainEngine:
         self.sampling = policy.sampling
         self.dtype = next(policy.parameters()).dtype
         self._export_dtype = compute_dtype or self.dtype
+        self.cost = counted_cost(policy.language_model)
         self._policy = policy
         self._sharded = shard(policy, parallel, compute_dtype, offload=offload)
         self._clipping = optimizer.gradient_clipping

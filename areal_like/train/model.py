@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from areal_like.algo.balance import CostModel
 from areal_like.algo.logprobs import StopBan, chunked_logprobs
 from areal_like.algo.packing import Layout
 from areal_like.api.generation import GenerationHyperparameters
@@ -110,6 +111,20 @@ def _eos_ids(language_model: nn.Module) -> set[int]:
         if found is not None:
             return {found} if isinstance(found, int) else set(found)
     return set()
+
+
+def counted_cost(language_model: nn.Module) -> CostModel:
+    """Operations of a row's forward pass: two a parameter and token, and causal attention, which grows with its square.
+
+    Counted rather than timed, so that every rank and every repetition of a run plans alike.
+    """
+    config: Any = language_model.config
+    products = sum(parameter.numel() for parameter in language_model.parameters())
+    if not getattr(config, "tie_word_embeddings", False):
+        embedding: Any = language_model.get_input_embeddings()  # type: ignore[operator]
+        products -= embedding.weight.numel()
+    layers, hidden = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
+    return CostModel(per_token=2.0 * products, per_token_pair=2.0 * layers * hidden)
 
 
 class PolicyModel(nn.Module):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from areal_like.algo.balance import MicroBatchPlan, plan_micro_batches
+from areal_like.algo.balance import CostModel, MicroBatchPlan, plan_micro_batches
 from areal_like.algo.packing import Layout, cut_minibatches, pack
 from areal_like.api.trajectory import TrajectoryTag
 from areal_like.config.actor import ActorConfig
@@ -40,13 +40,15 @@ class UpdatePlan:
         return tuple(sorted(row for m in self.minibatches for rows in m.micro_batches for row in rows))
 
 
-def plan_update(tags: Sequence[TrajectoryTag], actor: ActorConfig, *, rank: int, ranks: int) -> UpdatePlan:
-    """Cut a batch into minibatches by group, and spread the rows of each over ``ranks``."""
+def plan_update(
+    tags: Sequence[TrajectoryTag], actor: ActorConfig, *, rank: int, ranks: int, cost: CostModel | None = None
+) -> UpdatePlan:
+    """Cut a batch into minibatches by group, and spread the rows of each over ``ranks`` by ``cost`` (None: tokens)."""
     lengths = [tag.length for tag in tags]
     layout, budget = actor.mb_spec.packing, actor.mb_spec.max_tokens_per_mb
     minibatches, shares = [], [list[int]() for _ in range(ranks)]
     for rows in cut_minibatches([tag.group_id for tag in tags], actor.ppo_n_minibatches):
-        plan = plan_micro_batches([lengths[row] for row in rows], ranks=ranks, budget=budget, layout=layout)
+        plan = plan_micro_batches([lengths[row] for row in rows], ranks=ranks, budget=budget, layout=layout, cost=cost)
         for share, micro_batches in zip(shares, plan.ranks, strict=True):
             share.extend(rows[i] for members in micro_batches for i in members)
         minibatches.append(_minibatch(tags, rows, plan, actor, rank))

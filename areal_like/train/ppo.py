@@ -84,7 +84,7 @@ class PpoUpdate:
         parallel = self._engine.parallel
         figures = UpdateFigures(offpolicy=offpolicy.empty(parallel.device))
         tags = batch.trajectories
-        plan = plan_update(tags, self._actor, rank=parallel.rank, ranks=parallel.world_size)
+        plan = plan_update(tags, self._actor, rank=parallel.rank, ranks=parallel.world_size, cost=self._engine.cost)
         with figures.phase("fetch"):
             rows = fetch_rows(self._fetch, tags, plan.rows)
         self._passes(plan, rows, figures)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_like.algo.packing import Layout, cut_minibatches, footprint, pack
+from areal_like.algo.packing import MAX_PADDING, Layout, cut_minibatches, footprint, pack
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=40)
 
@@ -31,6 +31,18 @@ def test_by_hand() -> None:
     assert pack([99, 1], 10) == [[0], [1]]
     assert pack([], 10) == []
     assert footprint([2, 5], "padded") == 10
+
+
+@given(lengths=st.lists(st.integers(1, 3000), max_size=60))
+def test_short_rows_do_not_pay_for_long_ones(lengths: list[int]) -> None:
+    for members in pack(lengths, 10**6, "padded"):
+        held = [lengths[i] for i in members]
+        assert footprint(held, "padded") - sum(held) <= MAX_PADDING
+
+
+def test_a_long_row_among_short_ones_is_alone() -> None:
+    assert pack([4000, *[100] * 8], 10**6, "padded") == [[0], [1, 2, 3, 4, 5, 6, 7, 8]]
+    assert pack([8, 3, 5, 7], 10**6, "padded") == [[0, 1, 2, 3]]  # little padding: one pass is cheaper
 
 
 def test_no_budget_is_refused() -> None:

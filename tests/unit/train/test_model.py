@@ -8,11 +8,12 @@ import torch
 from train_cases import EOS, VOCABULARY, build_model, exact_norms, random_batch
 from transformers import AutoModelForCausalLM
 
+from areal_like.algo.balance import CostModel
 from areal_like.api.generation import GenerationHyperparameters
 from areal_like.errors import ConfigError
 from areal_like.train.attention import varlen_attention
 from areal_like.train.batching import TrainRow, build_micro_batch
-from areal_like.train.model import PolicyModel, Sampling, load_language_model, replayed_sampling
+from areal_like.train.model import PolicyModel, Sampling, counted_cost, load_language_model, replayed_sampling
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
@@ -124,6 +125,13 @@ def test_banned_ids_are_those_that_servers_stop_at(model_dir, changes, generatio
     model.generation_config.eos_token_id = generation_eos
     sampling = replayed_sampling(GenerationHyperparameters(min_new_tokens=3, temperature=0.9, **changes), model)
     assert sampling == Sampling(temperature=0.9, min_new_tokens=3, stop_token_ids=expected)
+
+
+def test_a_rows_cost_is_counted_from_the_model(model_dir, tied_model_dir):
+    # 2 layers of 16 hidden: q, o 16², k, v 16·8, three of 16·24, two norms of 16; a last norm; a head of 19·16
+    layer = 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 24 + 2 * 16
+    expected = CostModel(per_token=2.0 * (2 * layer + 16 + 19 * 16), per_token_pair=2.0 * 2 * 16)
+    assert [counted_cost(load_language_model(folder)) for folder in (model_dir, tied_model_dir)] == [expected] * 2
 
 
 def test_nothing_is_banned_where_nothing_stops(model_dir):
