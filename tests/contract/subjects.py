@@ -51,6 +51,7 @@ class Subject:
     Attributes:
         noise: mean |log-prob − float32 reference| per token that its arithmetic explains.
         apart: the same distance between two of the test's versions is at least this.
+        moment: seconds in which a long answer is not finished, and a control call is.
         spans: it tells which version wrote each token.
         seeds: a seed repeats an answer.
     """
@@ -59,12 +60,13 @@ class Subject:
     dtype: str
     noise: float
     apart: float
+    moment: float
     spans: bool = True
     seeds: bool = True
 
 
-EMBEDDED = Subject(name="embedded", dtype="float32", noise=1e-4, apart=0.1)
-VLLM = Subject(name="vllm", dtype="bfloat16", noise=0.1, apart=0.2)
+EMBEDDED = Subject(name="embedded", dtype="float32", noise=1e-4, apart=0.1, moment=0.05)
+VLLM = Subject(name="vllm", dtype="bfloat16", noise=0.1, apart=0.2, moment=4.0)
 #: in float32, where it agrees closely; on a CPU it honours no seeds
 SGLANG = Subject(name="sglang", dtype="float32", noise=1e-3, apart=0.2, seeds=False)
 SUBJECTS = {subject.name: subject for subject in (EMBEDDED, VLLM, SGLANG)}

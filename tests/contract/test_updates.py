@@ -10,7 +10,7 @@ import torch
 
 from areal_like.api.generation import ModelResponse, StopReason
 from areal_like.api.weights import InterruptMode, TransportKind
-from areal_like.errors import WeightUpdateError
+from areal_like.errors import ServerUnavailable, WeightUpdateError
 
 if TYPE_CHECKING:
     from conftest import Line
@@ -113,6 +113,22 @@ async def test_pause_and_resume_may_be_repeated(line: Line) -> None:
     for _ in range(2):
         assert not (await control.resume(incarnation=0, timeout=30)).paused
     assert ((await asked).output_len, (await queued).output_len) == (48, 4)
+
+
+async def test_a_drain_that_overruns_is_withdrawn(line: Line) -> None:
+    """The answer goes on to its end under the weights it began with, and so does the server."""
+    control, before = line.link.control, line.version
+    manifest = await line.trainer.export_weights(line.prepare(), 0)
+    await control.stage(manifest, timeout=60)
+    asked = asyncio.create_task(line.ask(PROMPT, max_new_tokens=600))
+    await running(line)
+    moment = line.subject.moment
+    with pytest.raises((WeightUpdateError, ServerUnavailable)):
+        await control.commit(version=manifest.version, incarnation=0, mode=InterruptMode.DRAIN, timeout=moment)
+    answer = await asked
+    assert set(answer.output_versions) == {before}
+    health = await control.health(timeout=30)
+    assert (health.version, health.paused) == (before, False)
 
 
 def without_a_part(weights: WEIGHTS) -> WEIGHTS:

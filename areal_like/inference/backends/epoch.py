@@ -18,6 +18,8 @@ class ServerEpoch:
         self.version = -1
         self.commits = 0
         self.updating = False
+        #: False where a seeded request would end the server
+        self.seeds = True
 
     @property
     def known(self) -> tuple[int, int]:

@@ -26,6 +26,7 @@ from areal_like.inference.backends.base import (
 )
 from areal_like.inference.backends.sglang_control import SglangControl
 from areal_like.inference.backends.sglang_dialect import SglangDialect
+from areal_like.inference.backends.sglang_group import GroupLoad
 from areal_like.inference.backends.sglang_load import FolderLoad
 from areal_like.inference.backends.sglang_server import ServerState
 from areal_like.inference.spec import EngineSpec
@@ -33,6 +34,8 @@ from areal_like.inference.spec import EngineSpec
 OLDEST = (0, 5, 19)
 #: the first version whose updates over a group are one session: begin, load, end
 GROUPS_SINCE = (0, 5, 21)
+#: transports that bring folders
+_FOLDERS = frozenset({TransportKind.DISK, TransportKind.SHM})
 _SERVE = Path(__file__).parent.parent / "sglang_plugin" / "serve.py"
 #: tokens at the end of the context that SGLang keeps to itself
 _RESERVED = 6
@@ -87,12 +90,11 @@ class SglangBackend:
                 f"SGLang {version} is too old: it does not tell which weights wrote a token; use 0.5.19 or newer"
             )
         groups = found >= GROUPS_SINCE
-        folders = {TransportKind.DISK, TransportKind.SHM}
         return Capabilities(
             engine="SGLang",
             version=version,
             interrupts=frozenset(InterruptMode),
-            transports=frozenset(folders),
+            transports=frozenset(TransportKind) if groups else _FOLDERS,
             spans=True,
             seeds="repeats only with sglang.enable_deterministic_inference: true, on a GPU",
             since={} if groups else {f"transport={TransportKind.COLLECTIVE}": "0.5.21"},
@@ -110,7 +112,8 @@ class SglangBackend:
 
     def connect(self, name: str, url: str, settings: LinkSettings) -> ServerLink:
         state = ServerState()
-        control = SglangControl(name, url, state, FolderLoad(name), token=settings.token)
+        load = GroupLoad() if settings.transport is TransportKind.COLLECTIVE else FolderLoad(name)
+        control = SglangControl(name, url, state, load, token=settings.token)
         return ServerLink(control=control, dialect=SglangDialect(state))
 
     def command(self, spec: EngineSpec, *, token: str) -> EngineCommand:

@@ -22,7 +22,7 @@ _FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 #: hexadecimal characters of SGLang's checksums: the first eight bytes of a SHA-256
-_CHECKSUM_CHARACTERS = 16
+CHECKSUM_CHARACTERS = 16
 
 
 class Refused(WeightUpdateError):
@@ -99,25 +99,31 @@ class FolderLoad:
             await asyncio.to_thread(view.remove)
 
 
+def live_members(entries: Iterable[TensorEntry]) -> dict[str, tuple[TensorEntry, ...]]:
+    """SGLang's live tensors that are made of these, by their names there: one, or the parts of a fusion in order."""
+    by_name = {entry.name: entry for entry in entries}
+    members: dict[str, tuple[TensorEntry, ...]] = {name: (entry,) for name, entry in by_name.items()}
+    for whole, names in _FUSED.items():
+        for first in by_name:
+            if f".{names[0]}." not in first:
+                continue
+            found = [by_name.get(first.replace(f".{names[0]}.", f".{name}.")) for name in names]
+            parts = tuple(part for part in found if part is not None)
+            if len(parts) == len(names):
+                members[first.replace(f".{names[0]}.", f".{whole}.")] = parts
+                for part in parts:
+                    members.pop(part.name, None)
+    return members
+
+
 def live_checksums(entries: Iterable[TensorEntry], content: Bytes) -> dict[str, str]:
     """SGLang's checksums (on a CPU) of the tensors that these become, by their names there."""
-    by_name = {entry.name: entry for entry in entries}
-    parts: dict[str, tuple[TensorEntry, ...]] = {name: (entry,) for name, entry in by_name.items()}
-    for whole, names in _FUSED.items():
-        for entry in by_name.values():
-            if f".{names[0]}." in entry.name:
-                members = [by_name.get(entry.name.replace(f".{names[0]}.", f".{name}.")) for name in names]
-                fused = tuple(member for member in members if member is not None)
-                if len(fused) == len(names):
-                    parts[entry.name.replace(f".{names[0]}.", f".{whole}.")] = fused
-                    for member in fused:
-                        parts.pop(member.name, None)
-    return {name: _checksum(members, content) for name, members in parts.items()}
+    return {name: _checksum(parts, content) for name, parts in live_members(entries).items()}
 
 
-def _checksum(members: Iterable[TensorEntry], content: Bytes) -> str:
+def _checksum(parts: Iterable[TensorEntry], content: Bytes) -> str:
     state = hashlib.sha256()
-    for member in members:
-        for chunk in content(member):
+    for part in parts:
+        for chunk in content(part):
             state.update(chunk)
-    return state.hexdigest()[:_CHECKSUM_CHARACTERS]
+    return state.hexdigest()[:CHECKSUM_CHARACTERS]

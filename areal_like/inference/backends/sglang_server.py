@@ -22,6 +22,7 @@ class ServerFacts:
         vocabulary: ids from here on end the whole server.
         device: ``cpu`` or ``cuda``.
         ranks: processes that hold a part of the model.
+        pipeline: stages among them.
         dtype: of its weights, torch's name.
         overlapped: a step is under way while the scheduler handles a pause.
         filtered_tokens: most candidates of a filtered distribution whose log-probs can be told.
@@ -32,6 +33,7 @@ class ServerFacts:
     vocabulary: int
     device: str
     ranks: int
+    pipeline: int
     dtype: str
     overlapped: bool
     filtered_tokens: int
@@ -67,6 +69,7 @@ def read_facts(name: str, info: Mapping[str, Any]) -> ServerFacts:
             vocabulary=int(text["vocab_size"]),
             device=str(info["device"]),
             ranks=int(info["tp_size"]) * int(info["pp_size"]),
+            pipeline=int(info["pp_size"]),
             dtype=_dtype(str(info["dtype"]), text),
             overlapped=not info["disable_overlap_schedule"],
             filtered_tokens=int(info.get("sampling_mask_max_tokens") or 0),

@@ -62,6 +62,8 @@ class WorkerStatus(BaseModel):
     bytes: int
     seconds: float
     damaged: bool
+    logprobs_mode: str
+    seeds: bool
 
 
 class VllmControl:
@@ -80,6 +82,7 @@ class VllmControl:
         deadline = time.monotonic() + timeout
         await self._http.text("GET", "/health", timeout=timeout)
         status = await self._status(timeout=max(deadline - time.monotonic(), 0.1))
+        self._check_flags(status)
         load = await self._load(timeout=max(deadline - time.monotonic(), 0.1))
         paused = await self._http.get("/is_paused", timeout=max(deadline - time.monotonic(), 0.1))
         return HealthAnswer(
@@ -281,6 +284,15 @@ class VllmControl:
             seconds_paused=seconds_paused,
             interrupted_requests=interrupted,
         )
+
+    def _check_flags(self, status: WorkerStatus) -> None:
+        """Somebody else may have started it: without the right log-probs it is refused, without safe seeds unseeded."""
+        if status.logprobs_mode != "processed_logprobs":
+            raise ServerUnavailable(
+                f"{self._name}: it was started with --logprobs-mode {status.logprobs_mode}, whose log-probs ignore "
+                "temperature and top-p; start it with processed_logprobs"
+            )
+        self._epoch.seeds = status.seeds
 
     def _refuse_older(self, incarnation: int) -> None:
         if incarnation < self._newest_incarnation:

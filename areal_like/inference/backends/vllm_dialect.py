@@ -67,16 +67,14 @@ class _GenerateAnswer(_Answer):
 class VllmDialect:
     """vLLM >= 0.32: spans of versions come with the answer."""
 
-    def __init__(self, epoch: ServerEpoch, *, seeds: bool = True) -> None:
-        """``seeds``: False where a seeded request would end the server; it samples unseeded then."""
+    def __init__(self, epoch: ServerEpoch) -> None:
         self._epoch = epoch
-        self._seeds = seeds
 
     def generate(self, body: GenerateBody) -> HttpCall:
         content = {
             "request_id": body.rid,
             "token_ids": body.input_ids,
-            "sampling_params": sampling_params(body.sampling, seeds=self._seeds),
+            "sampling_params": sampling_params(body.sampling, seeds=self._epoch.seeds),
             "cache_salt": self._epoch.salt(body.rid),
             "stream": False,
         }
@@ -117,9 +115,8 @@ class CompletionsDialect:
     again, rather than guessed.
     """
 
-    def __init__(self, epoch: ServerEpoch, *, seeds: bool = True) -> None:
+    def __init__(self, epoch: ServerEpoch) -> None:
         self._epoch = epoch
-        self._seeds = seeds
         self._posted: dict[str, tuple[int, int]] = {}
 
     def generate(self, body: GenerateBody) -> HttpCall:
@@ -128,7 +125,7 @@ class CompletionsDialect:
         self._posted[body.rid] = (self._epoch.commits, self._epoch.version)
         self._forget()
         content = {
-            **sampling_params(body.sampling, seeds=self._seeds),
+            **sampling_params(body.sampling, seeds=self._epoch.seeds),
             "model": MODEL_NAME,
             "request_id": body.rid,
             "prompt": body.input_ids,

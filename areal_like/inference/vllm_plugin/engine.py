@@ -100,6 +100,15 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         self._receiver.discard()
 
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
+        """vLLM 0.26 wants a sender from every engine; ours is ``areal_like.weights.transports``.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("weights are sent by areal_like.weights.transports, in the trainer's process")
+
     def discard(self) -> None:
         """Give up what is staged."""
         self._receiver.discard()

@@ -11,18 +11,29 @@ class UpdateExtension:
     """Mixed into the worker: ``self`` has vLLM's attributes."""
 
     weight_transfer_engine: Any
+    vllm_config: Any
+    device: Any
     _weight_update_active: bool
 
     def areal_like_status(self) -> dict[str, Any]:
         """What this worker holds and what it is staging; answers at once."""
-        return self._areal_like_engine().status()
+        return {**self._areal_like_engine().status(), **self._areal_like_settings()}
 
     def areal_like_discard(self) -> dict[str, Any]:
         """Give up an update that was begun and not applied, so that another can begin."""
         engine = self._areal_like_engine()
         engine.discard()
         self._weight_update_active = False
-        return engine.status()
+        return self.areal_like_status()
+
+    def _areal_like_settings(self) -> dict[str, Any]:
+        """What the contract asks of a server's flags, whoever started it."""
+        config = self.vllm_config
+        chunked = bool(config.scheduler_config.enable_chunked_prefill)
+        return {
+            "logprobs_mode": str(config.model_config.logprobs_mode),
+            "seeds": not (chunked and self.device.type == "cpu"),
+        }
 
     def _areal_like_engine(self) -> StagedTransferEngine:
         engine = self.weight_transfer_engine

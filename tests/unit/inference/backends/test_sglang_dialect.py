@@ -17,7 +17,7 @@ from areal_like.weights.checkpoint import Expected
 
 def dialect(version: int = 3, **changes: Any) -> SglangDialect:
     facts = {
-        "context_length": 100, "vocabulary": 50, "device": "cpu", "ranks": 1, "dtype": "float32", "overlapped": False,
+        "context_length": 100, "vocabulary": 50, "device": "cpu", "ranks": 1, "pipeline": 1, "dtype": "float32", "overlapped": False,
         "filtered_tokens": 4096, "expected": Expected(shapes={}, optional={}), **changes,
     }  # fmt: skip
     state = ServerState(facts=ServerFacts(**facts))

@@ -59,7 +59,9 @@ def test_a_temperature_that_vllm_would_change_is_refused() -> None:
 
 
 def test_seeds_are_left_out_where_they_would_end_the_server() -> None:
-    sent = json.loads(VllmDialect(epoch_at(0), seeds=False).generate(body(seed=3)).content)
+    epoch = epoch_at(0)
+    epoch.seeds = False
+    sent = json.loads(VllmDialect(epoch).generate(body(seed=3)).content)
     assert sent["sampling_params"]["seed"] is None
 
 
