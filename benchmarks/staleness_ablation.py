@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, stdev
@@ -41,7 +41,12 @@ ON_POLICY = "decoupled, truncated"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """An experiment file, the size of its model, and how its held-out prompts are sampled."""
+    """An experiment file, and what differs here: a smaller model, and the learning rate at which that does well at η = 0.
+
+    Attributes:
+        hidden: width of the model, half that of the experiment's.
+        steps: of training; ``evaluation_prompts``: held-out prompts of one evaluation, two samples each.
+    """
 
     name: str
     config: str
@@ -53,9 +58,21 @@ class Task:
 
 TASKS = {
     "arithmetic": Task(
-        name="arithmetic", config="configs/arithmetic_cpu.yaml", hidden=64, steps=80, evaluation_prompts=180
+        name="arithmetic",
+        config="configs/arithmetic_cpu.yaml",
+        hidden=64,
+        steps=80,
+        evaluation_prompts=180,
+        overrides=("actor.optimizer.lr=2e-4",),
     ),
-    "guess": Task(name="guess", config="configs/guess_cpu.yaml", hidden=64, steps=80, evaluation_prompts=100),
+    "guess": Task(
+        name="guess",
+        config="configs/guess_cpu.yaml",
+        hidden=64,
+        steps=80,
+        evaluation_prompts=112,
+        overrides=("actor.optimizer.lr=5e-4",),
+    ),
 }
 
 
@@ -146,14 +163,14 @@ def _accuracy(examination: Any) -> float:
 
 def build_models(tasks: Sequence[str], seeds: Sequence[int], folder: Path) -> None:
     """One warm start a task and seed."""
-    from launcher.tiny_models import ArithmeticSettings, GuessSettings, TinyLlama, build_arithmetic, build_guess
+    from launcher.tiny_models import ArithmeticSettings, GuessSettings, build_arithmetic, build_guess
 
     for name, seed in itertools.product(tasks, seeds):
-        size = TinyLlama(hidden=TASKS[name].hidden)
+        target, hidden = folder / f"{name}-{seed}", TASKS[name].hidden
         if name == "guess":
-            build_guess(folder / f"guess-{seed}", seed, GuessSettings(size=size))
+            build_guess(target, seed, GuessSettings(size=replace(GuessSettings().size, hidden=hidden)))
         else:
-            build_arithmetic(folder / f"arithmetic-{seed}", seed, ArithmeticSettings(size=size))
+            build_arithmetic(target, seed, ArithmeticSettings(size=replace(ArithmeticSettings().size, hidden=hidden)))
 
 
 def cells(given: argparse.Namespace, models: str) -> list[Cell]:

@@ -1,4 +1,4 @@
-"""Critic, reference, M2PO and supervised steps on CUDA give what they give on a CPU, in float64."""
+"""Critic, reference and M2PO on CUDA give what they give on a CPU; they and supervised steps run on packed rows."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ pytestmark = pytest.mark.gpu
 
 CASES = Path(__file__).parents[1] / "unit" / "train"
 
+#: float64, but rotary embeddings come from float32 angles whatever the model's dtype, and those differ by device
+TOLERANCE = 1e-6
 #: padded rows: packed ones need the attention kernel, which is of lower precision
 NAMES = ("critic_and_reference", "bounded_by_second_moment")
 PROGRAM = """
@@ -71,7 +73,7 @@ def test_cuda_equals_the_cpu(name: str, folder: Path, one_rank: Parallel, on_cpu
     expected = np.load(on_cpu / f"{name}.npz")
     assert set(expected.files) == set(weights)
     for tensor in weights:
-        np.testing.assert_allclose(weights[tensor], expected[tensor], rtol=0, atol=1e-9, err_msg=tensor)
+        np.testing.assert_allclose(weights[tensor], expected[tensor], rtol=0, atol=TOLERANCE, err_msg=tensor)
     figures = json.loads((on_cpu / f"{name}.json").read_text())
     for figure in figures.keys() - {m for m in figures if m.startswith("seconds/")}:
         assert metrics[figure] == pytest.approx(figures[figure], rel=1e-5, abs=1e-6), figure
