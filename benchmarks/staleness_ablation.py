@@ -41,7 +41,7 @@ ON_POLICY = "decoupled, truncated"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """An experiment file, and what differs here: a smaller model, and the learning rate at which that does well at η = 0.
+    """An experiment file, and what differs here: a smaller model, and a learning rate that suits it at η = 0.
 
     Attributes:
         hidden: width of the model, half that of the experiment's.
