@@ -18,14 +18,19 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from areal_like.api.weights import Manifest, TensorEntry
 from areal_like.errors import WeightUpdateError
+from areal_like.weights.adapters import adapter_pairs, add_adapter, is_adapter
 from areal_like.weights.digest import dtype_name, parse_dtype, tensor_digest, tensor_entry
 from areal_like.weights.manifest import DIGEST_CHARACTERS, check_manifest, manifest_digest
 from areal_like.weights.transports.base import WeightReader, make_reader
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 #: names shown of a longer list in an error
 _SHOWN = 4
@@ -42,10 +47,13 @@ class StageReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Held:
-    """A manifest, and for places whose live dtype differs from what travelled, the digest their cast must have."""
+    """A manifest, the place that each of its entries fills or changes, and for places that do not hold what travelled
+    as it travelled (another dtype; a sum with an adapter), the digest that they must have.
+    """
 
     manifest: Manifest
     cast_digests: Mapping[int, str]
+    place_of: Mapping[str, int]
 
 
 class StagedWeights:
@@ -63,6 +71,8 @@ class StagedWeights:
         self._places = _group_by_storage(self._live)
         self._place_of = {name: i for i, names in enumerate(self._places) for name in names}
         self._buffers: dict[int, torch.Tensor] = {}
+        self._bases: dict[int, torch.Tensor] = {}
+        self._touched: tuple[int, ...] = ()
         self._staged: _Held | None = None
         self._committed: _Held | None = None
         self._report: StageReport | None = None
@@ -91,18 +101,56 @@ class StagedWeights:
             _use_device(next(iter(self._live.values())).device)
             self._staged = None
             check_manifest(manifest)
-            sources = self._match(manifest)
-            discards = self._discards
-            casts: dict[int, str] = {}
-            with make_reader(manifest) as reader:
-                for place, entry in sources.items():
-                    if self._discards != discards:
-                        raise WeightUpdateError(f"version {manifest.version}: staging was discarded")
-                    self._fetch(reader, place, entry, casts)
-            self._staged = _Held(manifest=manifest, cast_digests=casts)
-        nbytes = sum(entry.nbytes for entry in sources.values())
+            if any(is_adapter(entry.name) for entry in manifest.tensors):
+                nbytes, self._staged = self._stage_adapters(manifest)
+            else:
+                nbytes, self._staged = self._stage_whole(manifest)
         self._report = StageReport(version=manifest.version, bytes=nbytes, seconds=time.perf_counter() - started)
         return self._report
+
+    def _stage_whole(self, manifest: Manifest) -> tuple[int, _Held]:
+        sources = self._match(manifest)
+        casts: dict[int, str] = {}
+        with make_reader(manifest) as reader:
+            for place, entry in self._unless_discarded(manifest, sources):
+                self._fetch(reader, place, entry, casts)
+        self._touched = tuple(sources)
+        held = _Held(manifest=manifest, cast_digests=casts, place_of=self._place_of)
+        return sum(entry.nbytes for entry in sources.values()), held
+
+    def _stage_adapters(self, manifest: Manifest) -> tuple[int, _Held]:
+        """Base + B · A of every layer named; all other live tensors stay the base that they are."""
+        pairs = adapter_pairs(manifest.tensors, self._live)
+        casts: dict[int, str] = {}
+        place_of: dict[str, int] = {}
+        with make_reader(manifest) as reader:
+            for target, (a, b) in self._unless_discarded(manifest, pairs):
+                place = self._place_of[target]
+                merged = add_adapter(self._base(place), _read(reader, a), _read(reader, b))
+                casts[place] = tensor_digest(self._buffer(place).copy_(merged))
+                place_of |= {a.name: place, b.name: place}
+        gone = [self._places[place][0] for place in self._bases if place not in casts]
+        if gone:
+            raise WeightUpdateError(
+                f"version {manifest.version}: tensor {_listed(gone)} had an adapter before and has none now; "
+                "publish the same layers every time"
+            )
+        self._touched = tuple(casts)
+        held = _Held(manifest=manifest, cast_digests=casts, place_of=place_of)
+        return manifest.total_bytes, held
+
+    def _base(self, place: int) -> torch.Tensor:
+        """The weight without its adapter: what was live when the first adapter arrived."""
+        if place not in self._bases:
+            self._bases[place] = self._live[self._places[place][0]].clone()
+        return self._bases[place]
+
+    def _unless_discarded(self, manifest: Manifest, parts: Mapping[_K, _V]) -> Iterator[tuple[_K, _V]]:
+        discards = self._discards
+        for part in parts.items():
+            if self._discards != discards:
+                raise WeightUpdateError(f"version {manifest.version}: staging was discarded")
+            yield part
 
     def commit(self, version: int) -> None:
         """Copy what is staged into the live tensors, in place. Committing the live version again does nothing.
@@ -121,9 +169,11 @@ class StagedWeights:
             self._staged = None
             self._committed = staged  # before the copy: a copy that fails half-way must not pass digest()
             with torch.inference_mode():
-                for place, buffer in self._buffers.items():
+                for place in self._touched:
                     for tensor in self._tensors(place):
-                        tensor.copy_(buffer)
+                        tensor.copy_(self._buffers[place])
+            if not any(is_adapter(entry.name) for entry in staged.manifest.tensors):
+                self._bases.clear()  # the whole weights that are live now are what adapters will be added to
 
     def discard(self) -> None:
         """Forget what is staged; a staging under way ends with an error at its next tensor."""
@@ -142,7 +192,7 @@ class StagedWeights:
         digests = {place: self._place_digest(place) for place in range(len(self._places))}
         entries: list[TensorEntry] = []
         for entry in held.manifest.tensors:
-            place = self._place_of[entry.name]
+            place = held.place_of[entry.name]
             live = digests[place]
             cast_held = held.cast_digests.get(place) == live
             entries.append(entry.model_copy(update={"digest": entry.digest if cast_held else live}))
@@ -200,12 +250,7 @@ class StagedWeights:
         direct = buffer.dtype == dtype and buffer.device.type == "cpu"
         received = buffer if direct else torch.empty(entry.shape, dtype=dtype)
         reader.read_into(entry, received)
-        found = tensor_digest(received)
-        if found != entry.digest:
-            raise WeightUpdateError(
-                f"tensor {entry.name!r}: its bytes have digest {found}, the manifest says {entry.digest}; "
-                "they were damaged or overwritten on the way"
-            )
+        _verify(entry, received)
         if not direct:
             buffer.copy_(received)
         if buffer.dtype != dtype:
@@ -232,6 +277,23 @@ def _use_device(device: torch.device) -> None:
     """Staging runs in a thread of its own, and each has a current CUDA device: groups over NCCL receive there."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+def _read(reader: WeightReader, entry: TensorEntry) -> torch.Tensor:
+    """A verified private copy on the CPU."""
+    received = torch.empty(entry.shape, dtype=parse_dtype(entry.dtype))
+    reader.read_into(entry, received)
+    _verify(entry, received)
+    return received
+
+
+def _verify(entry: TensorEntry, received: torch.Tensor) -> None:
+    found = tensor_digest(received)
+    if found != entry.digest:
+        raise WeightUpdateError(
+            f"tensor {entry.name!r}: its bytes have digest {found}, the manifest says {entry.digest}; "
+            "they were damaged or overwritten on the way"
+        )
 
 
 def _storage_key(tensor: torch.Tensor) -> tuple[object, ...]:

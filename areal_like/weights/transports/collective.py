@@ -34,6 +34,7 @@ from areal_like.errors import WeightUpdateError
 from areal_like.weights.buckets import Cursor, Piece, aligned_bucket_bytes, plan_buckets
 from areal_like.weights.digest import byte_chunks, tensor_entry
 from areal_like.weights.manifest import make_manifest
+from areal_like.weights.transports.door import Door, Shelf
 
 #: seconds after the first reader of a round until it closes without those that were expected
 JOIN_WINDOW = 3.0
@@ -51,16 +52,21 @@ _MOST_ROUNDS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """A manifest's location: where the trainer's store is, under which key this version is offered, and how."""
+    """A manifest's location: where the trainer's store is, under which key this version is offered, and how.
+
+    ``door``: the port for engines that join a group of their own making (``weights.transports.door``).
+    """
 
     host: str
     port: int
     key: str
     bucket_bytes: int
     backend: str
+    door: int = 0
 
     def location(self) -> str:
-        return f"tcp://{self.host}:{self.port}/{self.key}?bucket_bytes={self.bucket_bytes}&backend={self.backend}"
+        query = f"bucket_bytes={self.bucket_bytes}&backend={self.backend}&door={self.door}"
+        return f"tcp://{self.host}:{self.port}/{self.key}?{query}"
 
     @classmethod
     def parse(cls, location: str) -> Meeting:
@@ -78,6 +84,7 @@ class Meeting:
                 key=parts.path.lstrip("/"),
                 bucket_bytes=int(query["bucket_bytes"][0]),
                 backend=query["backend"][0],
+                door=int(query.get("door", ["0"])[0]),
             )
         except (KeyError, ValueError) as error:
             raise WeightUpdateError(f"{location!r} is no location of the collective transport: {error}") from error
@@ -107,6 +114,7 @@ class CollectiveWriter:
         self._store = TCPStore(
             host, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
+        self._door = Door(host=host, store=self._store, backend=backend, device=self._device)
         self._changed = threading.Condition()
         self._offer: _Offer | None = None
         self._closed = False
@@ -124,13 +132,16 @@ class CollectiveWriter:
                 self._store.set(f"{self._offer.key}/over", "1")
             self._offer = offer
             self._changed.notify()
+        self._door.show(Shelf(offer.key, entries, packer.buckets))
         meeting = Meeting(
-            host=self._host, port=self._port, key=offer.key, bucket_bytes=self._bucket_bytes, backend=self._backend
-        )
+            host=self._host, port=self._port, key=offer.key, bucket_bytes=self._bucket_bytes, backend=self._backend,
+            door=self._door.port,
+        )  # fmt: skip
         return make_manifest(version, incarnation, TransportKind.COLLECTIVE, meeting.location(), entries)
 
     def close(self) -> None:
-        """Stop offering. The thread is a daemon: a collective call that hangs cannot be woken."""
+        """Stop offering. The threads are daemons: a collective call that hangs cannot be woken."""
+        self._door.close()
         with self._changed:
             self._closed = True
             self._changed.notify()
