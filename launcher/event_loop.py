@@ -1,6 +1,6 @@
 """The event loop of a run: its signals, and an end that user code cannot put off.
 
-Ctrl-C, SIGTERM --> a wish to stop --> the run ends in order
+Ctrl-C, SIGTERM, SIGHUP --> a wish to stop --> the run ends in order
               |                          (unless user code blocks the loop, or refuses its cancellation)
               +---- FORCE_AFTER --> children killed, sockets and shared memory removed, exit
 """
@@ -38,12 +38,16 @@ _KILL_WAIT = 0.5
 _TASKS_GRACE = 1.0
 
 
+#: Ctrl-C, a scheduler's wish, a terminal that was closed
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 class Interrupted(ArealLikeError):
     """The run was asked to end before it had begun to train, or to end at once."""
 
 
 def run_to_end(main: Callable[[Stop], Coroutine[Any, Any, None]], *, run_id: str) -> int:
-    """Run ``main`` on uvloop, with Ctrl-C and SIGTERM as wishes to stop; returns the exit status.
+    """Run ``main`` on uvloop, with Ctrl-C, SIGTERM and SIGHUP as wishes to stop; returns the exit status.
 
     Raises:
         Exception: what ``main`` raised, the first of it where it was a group.
@@ -83,7 +87,7 @@ def _signals(loop: asyncio.AbstractEventLoop, stop: Stop, run_id: str) -> Iterat
         timers[-1].daemon = True
         timers[-1].start()
 
-    before = {number: signal.signal(number, heard) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, heard) for number in _STOPPING}
     try:
         yield
     finally:

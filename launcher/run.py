@@ -14,7 +14,7 @@ from areal_like.client.control import TellsDigest
 from areal_like.config.experiment import ExperimentConfig
 from areal_like.config.paths import RunPaths
 from areal_like.control.supervision import Stop, supervise
-from areal_like.errors import ArealLikeError, ConfigError
+from areal_like.errors import ArealLikeError, ConfigError, EpisodeError
 from areal_like.observe.logs import setup_logging
 from areal_like.observe.loop_lag import LoopLagMonitor
 from areal_like.observe.progress import RunProgress
@@ -90,6 +90,11 @@ async def _evaluate_in(session: Session, progress: RunProgress) -> None:
         progress.stage("evaluating")
         report = await evaluator.evaluate()
     sys.stdout.write(json.dumps({"model": config.model.path, **asdict(report)}, indent=2) + "\n")
+    if report.failed and not report.episodes:
+        raise EpisodeError(
+            f"all {report.failed} evaluation episodes failed; {session.context.paths.logs / 'controller.log'} has "
+            f"their tracebacks"
+        )
 
 
 async def _serve_as_loaded(session: Session, serving: Serving) -> None:

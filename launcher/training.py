@@ -26,6 +26,7 @@ from areal_like.control.traced_engine import TracedEngine
 from areal_like.errors import ArealLikeError, RolloutsEnded, RpcError
 from areal_like.observe.metrics import MetricsFile
 from areal_like.observe.progress import RunProgress, closing_table
+from areal_like.observe.summary import Summary
 from areal_like.observe.trace import Tracer
 from areal_like.rollout.admission import StalenessLimits
 from areal_like.rollout.batch_rule import OnStale
@@ -36,6 +37,7 @@ from areal_like.rollout.cursor import PromptCursor
 from areal_like.rollout.datasets import read_jsonl
 from areal_like.rollout.dump import RolloutDump
 from areal_like.rollout.executor import ExecutorSettings, GroupExecutor
+from areal_like.rollout.failure import headline_of
 from areal_like.rollout.filters import GroupFilters
 from areal_like.rollout.ledger import GroupLedger
 from areal_like.rollout.plugins import import_callable
@@ -157,16 +159,25 @@ async def train(session: Session, progress: RunProgress, stop: Stop, training: a
         training.set()
         try:
             await _run_loop(context, parts, journal, tracer, stop)
-        finally:
-            config = context.config
-            summary = journal.summary(
-                experiment_name=config.experiment_name,
-                trial_name=config.trial_name,
-                seed=config.seed,
-                stopped_by=stop.reason or None,
-            )
-            summary.write(context.paths.summary)
+        except Exception as error:
+            _summary(context, journal, stop, failure=headline_of(error)).write(context.paths.summary)
+            raise
+        except asyncio.CancelledError:  # a process died, or the end was asked for twice
+            _summary(context, journal, stop, failure="ended early").write(context.paths.summary)
+            raise
+        summary = _summary(context, journal, stop, failure=None)
+        summary.write(context.paths.summary)
     progress.console.print(closing_table(summary, title=str(context.paths.root)))
+
+
+def _summary(context: RunContext, journal: RunJournal, stop: Stop, *, failure: str | None) -> Summary:
+    return journal.summary(
+        experiment_name=context.config.experiment_name,
+        trial_name=context.config.trial_name,
+        seed=context.config.seed,
+        stopped_by=stop.reason or None,
+        failed_by=None if stop.asked else failure,
+    )
 
 
 async def _listeners(context: RunContext, parts: Parts, stack: AsyncExitStack) -> tuple[BatchListener, ...]:
@@ -195,6 +206,7 @@ async def _run_loop(context: RunContext, parts: Parts, journal: RunJournal, trac
         watchers = [
             background.create_task(publisher.follow(), name="follow acknowledged versions"),
             background.create_task(parts.channel.readmit_recovered(), name="readmit servers"),
+            background.create_task(parts.rollouts.watch(), name="watch rollouts"),
         ]
         milestones = RunMilestones(
             evaluator=parts.user.evaluator(TracedEngine(parts.serving.engine, tracer, track="evaluation")),

@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from areal_like.api.trajectory import Batch, GroupTag
 from areal_like.errors import RolloutsEnded
@@ -83,6 +83,7 @@ class RolloutController:
         self._taking = False
         self._stopping = False
         self._failure: BaseException | None = None
+        self._failed = asyncio.Event()
         self._last_verdict: BatchVerdict | None = None
         self._producer: asyncio.Task[None] | None = None
 
@@ -145,6 +146,16 @@ class RolloutController:
             if unfinished:
                 self._producer = None  # stopping again does not wait again
                 logger.error("rollouts: a workflow has ignored its cancellation for %s s; leaving it", _STOP_GRACE)
+
+    async def watch(self) -> NoReturn:
+        """Wait until rollouts can go no further, and say why, whatever the trainer is doing meanwhile.
+
+        Raises:
+            BreakerTripped, NoServerAvailable, StoreFull: see :meth:`take_batch`.
+        """
+        await self._failed.wait()
+        assert self._failure is not None, "set together"
+        raise self._failure
 
     def statistics(self) -> RolloutStatistics:
         ledger, cursor, tally = self._ledger.statistics(), self._cursor.state(), self._tally
@@ -234,6 +245,7 @@ class RolloutController:
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
             self._failure = root_of(error)
+            self._failed.set()
             self._stopping = True
             logger.error("rollouts ended: %s: %s", type(self._failure).__name__, self._failure)
             self._wake()

@@ -229,6 +229,17 @@ async def test_a_workflow_that_only_fails_ends_the_wait_with_its_exception() -> 
     assert statistics.admitted == sum(statistics.groups.values())
 
 
+async def test_a_failure_is_seen_although_no_batch_is_asked_for() -> None:
+    async def episode(engine: InferenceEngine, index: int) -> Trajectory:
+        raise ValueError("always")
+
+    bench = Bench(episode, breaker_limit=5)
+    async with bench.controller as controller, asyncio.timeout(10):
+        bench.publish(0)
+        with pytest.raises(BreakerTripped, match="ValueError: always"):
+            await controller.watch()
+
+
 async def test_a_failure_is_told_before_the_other_groups_have_cleaned_up() -> None:
     cleaned_up = asyncio.Event()
 
