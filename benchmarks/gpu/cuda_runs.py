@@ -4,7 +4,7 @@
 
 Runs ``configs/guess_cpu.yaml`` with servers and train ranks on CUDA: both pools on one GPU; on two GPUs, where there
 are two, with weights through shared memory and through NCCL, and with two FSDP2 ranks; and once on two CPU cores for
-comparison. The model is tiny: these readings show that the roads work and what they cost at rest, not how fast a GPU is.
+comparison. The model is tiny: readings show that the roads work and what they cost at rest, not how fast a GPU is.
 """
 
 from __future__ import annotations
