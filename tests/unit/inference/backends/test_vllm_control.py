@@ -1,0 +1,240 @@
+"""Updates of a vLLM server that fail at each step, against a small server that answers as vLLM and our plugin do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from areal_like.api.weights import InterruptMode, Manifest, TensorEntry, TransportKind
+from areal_like.errors import ServerUnavailable, StaleCommand, WeightUpdateError
+from areal_like.inference.backends.epoch import ServerEpoch
+from areal_like.inference.backends.vllm_control import VllmControl
+from areal_like.weights.manifest import make_manifest
+
+KEEP, DRAIN = InterruptMode.KEEP, InterruptMode.DRAIN
+METRICS = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+vllm:num_requests_running{engine="0",model_name="policy"} 3.0
+vllm:num_requests_waiting{engine="0",model_name="policy"} 2.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 9.0
+"""
+
+
+def manifest(version: int, incarnation: int = 0) -> Manifest:
+    entry = TensorEntry(name="w", dtype="float32", shape=(2,), nbytes=8, digest=f"{version:032x}")
+    return make_manifest(version, incarnation, TransportKind.SHM, "areal-like-x+weights-0", [entry])
+
+
+@dataclass(slots=True, kw_only=True)
+class FakeVllm:
+    """What one worker would say, every call that was made, and faults to be had.
+
+    ``looks``: questions until staging is over. ``fail``: path -> what happens to the worker before a 500.
+    """
+
+    status: dict[str, Any] = field(
+        default_factory=lambda: {
+            "state": "idle", "error": "", "incarnation": -1, "version": -1, "digest": "", "staged_incarnation": -1,
+            "staged_version": -1, "bytes": 0, "seconds": 0.0, "damaged": False,
+            "logprobs_mode": "processed_logprobs", "seeds": True,
+        }
+    )  # fmt: skip
+    calls: list[str] = field(default_factory=list)
+    fail: dict[str, dict[str, Any]] = field(default_factory=dict)
+    becomes: str = "staged"
+    looks: int = 2
+    paused: bool = False
+    drains: bool = True
+    manifest: Manifest | None = None
+
+    async def answer(self, request: web.Request) -> web.Response:
+        path = request.path_qs
+        body = await request.json() if request.can_read_body else {}
+        if path == "/collective_rpc":
+            return self._rpc(body["method"])
+        if request.method == "GET":
+            return self._get(path)
+        self.calls.append(path)
+        if path in self.fail:
+            self.status.update(self.fail[path])
+            return web.json_response({"error": {"message": f"no {path}", "type": "InternalServerError"}}, status=500)
+        await self._do(path, body)
+        return web.json_response({})
+
+    def _rpc(self, method: str) -> web.Response:
+        if method == "areal_like_discard":
+            self.calls.append(method)
+            self.status["state"] = "applied" if self.status["version"] >= 0 else "idle"
+        elif self.status["state"] == "staging":
+            self.looks -= 1
+            if self.looks <= 0:
+                self.status["state"] = self.becomes
+        return web.json_response({"results": [self.status]})
+
+    def _get(self, path: str) -> web.Response:
+        answers: dict[str, Any] = {
+            "/is_paused": {"is_paused": self.paused},
+            "/v1/models": {"data": [{"id": "policy", "max_model_len": 77}]},
+            "/health": {},
+        }
+        return web.Response(text=METRICS) if path == "/metrics" else web.json_response(answers[path])
+
+    async def _do(self, path: str, body: dict[str, Any]) -> None:
+        if path.startswith("/pause"):
+            if "wait" in path and not self.drains:
+                await asyncio.Event().wait()
+            self.paused = True
+        elif path == "/resume":
+            self.paused = False
+        elif path == "/update_weights" and body["update_info"]["op"] == "stage":
+            self.manifest = Manifest.model_validate_json(body["update_info"]["manifest"])
+            self.status.update(
+                state="staging", staged_version=self.manifest.version, staged_incarnation=self.manifest.incarnation
+            )
+        elif path == "/finish_weight_update" and self.manifest is not None:
+            assert self.paused
+            self.status.update(
+                state="applied", version=self.manifest.version, incarnation=self.manifest.incarnation,
+                digest=self.manifest.digest, damaged=False, staged_version=-1,
+            )  # fmt: skip
+
+
+@pytest.fixture
+async def vllm() -> AsyncIterator[FakeVllm]:
+    fake = FakeVllm()
+    yield fake
+
+
+@pytest.fixture
+async def control(vllm: FakeVllm) -> AsyncIterator[VllmControl]:
+    app = web.Application()
+    app.router.add_route("*", "/{tail:.*}", vllm.answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    made = VllmControl("s0", f"http://127.0.0.1:{port}", ServerEpoch(), token="t", spans=True)
+    yield made
+    await made.aclose()
+    await runner.cleanup()
+
+
+async def test_an_update_goes_its_way_and_is_receipted(vllm: FakeVllm, control: VllmControl) -> None:
+    staged = await control.stage(manifest(4), timeout=5)
+    receipt = await control.commit(version=4, incarnation=0, mode=KEEP, timeout=5)
+    assert staged.version == receipt.version == 4
+    assert receipt.digest == manifest(4).digest
+    assert receipt.interrupted_requests == 5
+    assert vllm.calls == [
+        "areal_like_discard",
+        "/start_weight_update",
+        "/update_weights",
+        "/update_weights",
+        "/pause?mode=keep&clear_cache=false",
+        "/finish_weight_update",
+        "/resume",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "pause"), [(InterruptMode.RECOMPUTE, "/pause?mode=keep"), (DRAIN, "/pause?mode=wait")]
+)
+async def test_each_mode_pauses_in_its_way(
+    vllm: FakeVllm, control: VllmControl, mode: InterruptMode, pause: str
+) -> None:
+    await control.stage(manifest(1), timeout=5)
+    await control.commit(version=1, incarnation=0, mode=mode, timeout=5)
+    assert pause in vllm.calls
+
+
+async def test_committing_again_does_nothing(vllm: FakeVllm, control: VllmControl) -> None:
+    await control.stage(manifest(1), timeout=5)
+    first = await control.commit(version=1, incarnation=0, mode=KEEP, timeout=5)
+    vllm.calls.clear()
+    assert (await control.commit(version=1, incarnation=0, mode=KEEP, timeout=5)).digest == first.digest
+    assert vllm.calls == []
+
+
+async def test_a_staging_that_fails_is_told_with_its_reason(vllm: FakeVllm, control: VllmControl) -> None:
+    vllm.becomes = "failed"
+    vllm.status["error"] = "tensor 'w' was damaged"
+    with pytest.raises(WeightUpdateError, match="tensor 'w' was damaged"):
+        await control.stage(manifest(1), timeout=5)
+    assert not any("pause" in call for call in vllm.calls)
+
+
+async def test_a_staging_that_hangs_ends_at_its_deadline(vllm: FakeVllm, control: VllmControl) -> None:
+    vllm.looks = 10_000
+    with pytest.raises(ServerUnavailable, match=r"not staged in 0\.2 s"):
+        await control.stage(manifest(1), timeout=0.2)
+
+
+async def test_what_fails_before_loading_began_is_undone(vllm: FakeVllm, control: VllmControl) -> None:
+    await control.stage(manifest(1), timeout=5)
+    vllm.fail["/finish_weight_update"] = {"state": "idle"}
+    with pytest.raises(WeightUpdateError, match="it runs on with the weights it had"):
+        await control.commit(version=1, incarnation=0, mode=KEEP, timeout=5)
+    assert not vllm.paused
+
+
+async def test_what_fails_half_way_stays_paused_and_a_whole_update_mends_it(
+    vllm: FakeVllm, control: VllmControl
+) -> None:
+    await control.stage(manifest(1), timeout=5)
+    vllm.fail["/finish_weight_update"] = {"state": "idle", "damaged": True}
+    with pytest.raises(WeightUpdateError, match="it stays paused"):
+        await control.commit(version=1, incarnation=0, mode=KEEP, timeout=5)
+    assert vllm.paused
+    with pytest.raises(WeightUpdateError, match="only a whole update can mend it"):
+        await control.resume(incarnation=0, timeout=5)
+    vllm.fail.clear()
+    await control.stage(manifest(2), timeout=5)
+    assert (await control.commit(version=2, incarnation=0, mode=KEEP, timeout=5)).version == 2
+    assert not vllm.paused
+
+
+async def test_a_drain_that_overruns_is_withdrawn(vllm: FakeVllm, control: VllmControl) -> None:
+    vllm.drains = False
+    await control.stage(manifest(1), timeout=5)
+    with pytest.raises(WeightUpdateError, match="it runs on with the weights it had"):
+        await control.commit(version=1, incarnation=0, mode=DRAIN, timeout=0.3)
+    assert vllm.calls[-1] == "/resume"
+
+
+async def test_calls_of_the_past_are_refused(control: VllmControl) -> None:
+    await control.stage(manifest(4, incarnation=2), timeout=5)
+    await control.commit(version=4, incarnation=2, mode=KEEP, timeout=5)
+    with pytest.raises(StaleCommand):
+        await control.stage(manifest(9, incarnation=1), timeout=5)
+    with pytest.raises(StaleCommand):
+        await control.stage(manifest(3, incarnation=2), timeout=5)
+    with pytest.raises(StaleCommand):
+        await control.pause(incarnation=1, mode=KEEP, timeout=5)
+
+
+async def test_health_tells_what_the_workers_hold(control: VllmControl) -> None:
+    await control.stage(manifest(3), timeout=5)
+    await control.commit(version=3, incarnation=0, mode=KEEP, timeout=5)
+    health = await control.health(timeout=5)
+    assert (health.version, health.incarnation, health.in_flight, health.queued) == (3, 0, 3, 2)
+    assert (health.context_length, health.paused) == (77, False)
+
+
+async def test_a_server_whose_logprobs_ignore_the_temperature_is_refused(vllm: FakeVllm, control: VllmControl) -> None:
+    vllm.status["logprobs_mode"] = "raw_logprobs"
+    with pytest.raises(ServerUnavailable, match="start it with processed_logprobs"):
+        await control.health(timeout=5)
+
+
+async def test_a_label_alone_is_no_receipt(vllm: FakeVllm, control: VllmControl) -> None:
+    """vLLM sets the label even if nothing was loaded."""
+    await control.stage(manifest(1), timeout=5)
+    vllm.manifest = None
+    with pytest.raises(WeightUpdateError, match="version 1 was not loaded"):
+        await control.commit(version=1, incarnation=0, mode=KEEP, timeout=5)
