@@ -44,31 +44,31 @@ def sweep_engine_memory(since: float) -> None:
 
     An engine that is killed leaves them: its resource tracker dies with it.
     """
-    found = (path for pattern in _ENGINE_MEMORY for path in segment_directory().glob(pattern))
-    made = [path for path in found if _made_after(path, since)]
-    mapped = _mapped_blocks() if made else frozenset()
-    for path in made:
-        if path.name not in mapped:
+    found = [path for pattern in _ENGINE_MEMORY for path in segment_directory().glob(pattern)]
+    made = {path: inode for path in found if (inode := _inode_made_after(path, since)) is not None}
+    mapped = _mapped_inodes() if made else frozenset()
+    for path, inode in made.items():
+        if inode not in mapped:
             path.unlink(missing_ok=True)
 
 
-def _made_after(path: Path, since: float) -> bool:
+def _inode_made_after(path: Path, since: float) -> int | None:
     try:
         status = path.stat()
     except FileNotFoundError:
-        return False
-    return status.st_uid == os.geteuid() and status.st_ctime >= since
+        return None
+    return status.st_ino if status.st_uid == os.geteuid() and status.st_ctime >= since else None
 
 
-def _mapped_blocks() -> frozenset[str]:
-    """Names of the blocks that some process of ours maps (Linux)."""
-    found: set[str] = set()
+def _mapped_inodes() -> frozenset[int]:
+    """Files in memory that some process of ours maps (Linux). By inode: a semaphore is mapped under another name."""
+    found: set[int] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             lines = maps.read_text(errors="replace").splitlines()
         except OSError:  # it has ended, or belongs to another user, whose blocks are not ours
             continue
-        found.update(Path(line.split(maxsplit=5)[-1]).name for line in lines if "/dev/shm/" in line)
+        found.update(int(line.split(maxsplit=5)[4]) for line in lines if "/dev/shm/" in line)
     return frozenset(found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -120,6 +121,15 @@ def test_an_engine_that_dies_early_is_told_at_once(start: Start) -> None:
 def test_an_engine_that_never_answers_is_ended_at_its_deadline(start: Start) -> None:
     process = start("import time; time.sleep(1000)", timeout=0.5)
     assert "was not healthy within 0.5 s; raise rollout.start_timeout" in process.communicate(timeout=30)[1]
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="Linux's memory file system")
+def test_a_semaphore_in_use_stays() -> None:
+    """The C library maps it under a name that it has no longer."""
+    began = time.time()
+    semaphore = multiprocessing.get_context("spawn").Semaphore(1)
+    sweep_engine_memory(began - 1)
+    assert Path(f"/dev/shm/sem.{semaphore._semlock.name.lstrip('/')}").exists()  # type: ignore[attr-defined]
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="Linux's memory file system")
