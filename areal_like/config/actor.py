@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from areal_like.algo.norms import ADVANTAGES, AdvantageName, NormSettings, norm_settings
 from areal_like.config.backend import BackendSpec, parse_backend
+from areal_like.config.lora import LoraConfig
 from areal_like.config.section import Section
 from areal_like.config.shaping import ShapingConfig
 
@@ -89,6 +90,7 @@ class ActorConfig(Section):
     shard_size: int | None = Field(
         None, ge=1, description="neighbouring ranks that share one copy of the model (HSDP); null: all"
     )
+    lora: LoraConfig | None = Field(None, description="train and publish adapters only; null: every weight")
     threads: int = Field(1, ge=1, description="CPU threads of one rank")
     start_timeout: float = Field(180.0, gt=0, description="seconds the ranks may take to become ready")
     step_timeout: float = Field(1800.0, gt=0, description="seconds one training call may take")

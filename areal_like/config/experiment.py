@@ -81,6 +81,15 @@ class ExperimentConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _servers_add_adapters(self) -> Self:
+        if self.actor.lora is not None and self.rollout.spec.name != "embedded":
+            raise ValueError(
+                f"actor.lora publishes adapters alone, which only embedded servers add to their weights; "
+                f"rollout.backend is {self.rollout.backend}; use embedded:d{self.rollout.spec.data} or remove actor.lora"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _groups_can_differ(self) -> Self:
         if self.rollout.drop_equal_rewards and self.gconfig.n_samples == 1:
             raise ValueError(

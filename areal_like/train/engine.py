@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from areal_like.algo.schedule import LearningRate
 from areal_like.config.actor import OptimizerConfig
 from areal_like.train.batching import MicroBatch
+from areal_like.train.lora import adapted_layers, adapter_weights, merged_weights
 from areal_like.train.model import PolicyModel, counted_cost
 from areal_like.train.parallel import Parallel, shard
 
@@ -61,7 +62,7 @@ class TrainEngine:
             min_ratio=optimizer.min_lr_ratio,
         )
         self._shards = _local_shards(policy)
-        self._names = [name for name, _ in policy.language_model.named_parameters()]
+        self._names = [name for name, p in policy.language_model.named_parameters() if p.requires_grad]
         self._adamw = torch.optim.AdamW(
             [local for _, local in self._shards],
             lr=optimizer.lr,
@@ -153,17 +154,21 @@ class TrainEngine:
         return state
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the model by its Hugging Face name, whole, one at a time; a tied tensor once.
+        """Every tensor of the model by its Hugging Face name, whole, one at a time; a tied tensor once; adapters added.
 
         Collective: each step gathers one tensor from all ranks, so every rank must iterate to the end.
         """
         model = self._policy.language_model
         kept = set(model.state_dict().keys())
-        for name, parameter in model.named_parameters():
-            yield name, self._whole(parameter.detach())
+        yield from merged_weights(model, self._whole)
         for name, buffer in model.named_buffers():
             if name in kept:  # buffers that are not saved are derived from the config
                 yield name, buffer
+
+    def published_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What servers need of a new version: the adapters where the policy has any, else every tensor. Collective."""
+        model = self._policy.language_model
+        return adapter_weights(model, self._whole) if adapted_layers(model) else self.named_weights()
 
     def _whole(self, parameter: Tensor) -> Tensor:
         """Gathered, in the dtype that is served."""
@@ -177,12 +182,12 @@ class TrainEngine:
 
 
 def _local_shards(policy: PolicyModel) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-    """Every parameter beside a plain one that shares the memory of this rank's shard.
+    """Every parameter that is trained beside a plain one that shares the memory of this rank's shard.
 
     The optimiser works on the plain ones: the same numbers, without a DTensor's cost per operation.
     """
     pairs = []
-    for parameter in policy.parameters():
+    for parameter in filter(lambda p: p.requires_grad, policy.parameters()):
         local = torch.nn.Parameter(_local(parameter.detach()))
         assert local.data_ptr() == _local(parameter.detach()).data_ptr()
         pairs.append((parameter, local))

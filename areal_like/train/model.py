@@ -14,10 +14,12 @@ from areal_like.algo.balance import CostModel
 from areal_like.algo.logprobs import StopBan, chunked_logprobs
 from areal_like.algo.packing import Layout
 from areal_like.api.generation import GenerationHyperparameters
+from areal_like.config.lora import LoraConfig
 from areal_like.errors import ConfigError
 from areal_like.train.attention import ATTENTION_NAME, has_kernel, register_varlen_attention
 from areal_like.train.batching import MicroBatch, queued_copy
 from areal_like.train.layers import compile_layers
+from areal_like.train.lora import add_adapters
 
 #: config entries by which some models change the head's logits; we compute log-probs from plain logits
 _LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
@@ -49,6 +51,7 @@ def load_language_model(
     layout: Layout = "padded",
     gradient_checkpointing: bool = False,
     compiled: bool = False,
+    lora: LoraConfig | None = None,
 ) -> nn.Module:
     """A Hugging Face model from a folder, ready to be trained: no dropout, no cache.
 
@@ -67,6 +70,8 @@ def load_language_model(
     if changed:
         raise ConfigError(f"model.path: {path} sets {changed[0]} in its config; its log-probs would be wrong here")
     assert isinstance(model, nn.Module)
+    if lora is not None:
+        add_adapters(model, lora)
     prepare_for_training(model, gradient_checkpointing=gradient_checkpointing, compiled=compiled)
     return model
 

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -78,6 +78,7 @@ class TrainWorker(TrainMethods):
             layout=actor.mb_spec.packing,
             gradient_checkpointing=actor.gradient_checkpointing,
             compiled=actor.compile,
+            lora=actor.lora,
         ).to(device)
         self._model_config: Any = model.config
         self._parallel = stack.enter_context(
@@ -152,14 +153,14 @@ class TrainWorker(TrainMethods):
     def export_weights(self, version: int, incarnation: int) -> Manifest | None:  # type: ignore[override]
         """None on ranks other than 0, which only help to gather."""
         self._check_version("export_weights", version)
-        with _gathered(self._engine) as (tensors,):
+        with _gathered(self._engine.published_weights()) as (tensors,):
             return self._writer.write(version, incarnation, tensors) if self._writer is not None else None
 
     def save_hf(self, directory: str) -> str:
         """With a critic, its own checkpoint lies in ``directory``/critic."""
         critic = self._companions.critic
         engines = [self._engine] if critic is None else [self._engine, critic.engine]
-        with _gathered(*engines) as (tensors, *values):
+        with _gathered(*(engine.named_weights() for engine in engines)) as (tensors, *values):
             if self._parallel.rank == 0:
                 source = Path(self._spec.model.path)
                 write_checkpoint(
@@ -177,12 +178,11 @@ class TrainWorker(TrainMethods):
 
 
 @contextmanager
-def _gathered(*engines: TrainEngine) -> Iterator[list[Iterator[tuple[str, torch.Tensor]]]]:
+def _gathered(*iterators: Iterator[tuple[str, torch.Tensor]]) -> Iterator[Sequence[Iterator[tuple[str, torch.Tensor]]]]:
     """Whole tensors of each engine, for rank 0 to use in this order.
 
     Always taken to the end, so that no rank waits for one that gave up.
     """
-    iterators = [engine.named_weights() for engine in engines]
     try:
         yield iterators
     finally:
