@@ -28,7 +28,7 @@ from areal_like.inference.backends.sglang_control import SglangControl
 from areal_like.inference.backends.sglang_dialect import SglangDialect
 from areal_like.inference.backends.sglang_group import GroupLoad
 from areal_like.inference.backends.sglang_load import FolderLoad
-from areal_like.inference.backends.sglang_server import ServerState
+from areal_like.inference.backends.sglang_server import FIXED, ServerState
 from areal_like.inference.spec import EngineSpec
 
 OLDEST = (0, 5, 19)
@@ -39,14 +39,6 @@ _FOLDERS = frozenset({TransportKind.DISK, TransportKind.SHM})
 _SERVE = Path(__file__).parent.parent / "sglang_plugin" / "serve.py"
 #: tokens at the end of the context that SGLang keeps to itself
 _RESERVED = 6
-#: what the contract rests on; the experiment may repeat these values, and not change them
-_FIXED: Mapping[str, Any] = {
-    "skip_tokenizer_init": False,  # stop strings
-    "allow_auto_truncate": False,  # a prompt that is cut silently
-    "weight_cache_mode": "off",  # weights shared with others cannot be updated
-    "tokenizer_worker_num": 1,  # a pause holds back requests of one tokenizer process
-    "dp_size": 1,  # replicas inside one server cannot be updated; ask for more servers
-}
 #: told by other keys of the experiment
 _ELSEWHERE: Mapping[str, str] = {
     "host": "rollout.host",
@@ -136,7 +128,7 @@ class SglangBackend:
             "skip_server_warmup": True,
             "log_level_http": "warning",
             **(_CPU_DEFAULTS if on_cpu else {}),
-            **{plain: value for name, value in spec.flags.items() if (plain := _plain(name)) not in _FIXED},
+            **{plain: value for name, value in spec.flags.items() if (plain := _plain(name)) not in FIXED},
         }
         # a flag that is False is left out: SGLang has no such form
         given = {name: None if value is False else value for name, value in ours.items()}
@@ -155,8 +147,8 @@ def _check_flags(flags: Mapping[str, Any]) -> None:
         name = _plain(given)
         if name in _ELSEWHERE:
             raise ConfigError(f"sglang.{given}: is set by {_ELSEWHERE[name]}")
-        if name in _FIXED and value != _FIXED[name]:
-            raise ConfigError(f"sglang.{given}: must stay {_FIXED[name]!r}, on which answers or weight updates rest")
+        if name in FIXED and value != FIXED[name]:
+            raise ConfigError(f"sglang.{given}: must stay {FIXED[name]!r}, on which answers or weight updates rest")
 
 
 def _context_length(spec: EngineSpec) -> int | None:

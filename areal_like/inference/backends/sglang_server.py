@@ -54,12 +54,30 @@ class ServerState:
     as_loaded: bool = False
 
 
+#: flags on which answers or weight updates rest: servers run with these values (those of others are asked for them)
+FIXED: Mapping[str, Any] = {
+    "skip_tokenizer_init": False,  # stop strings
+    "allow_auto_truncate": False,  # a prompt that is cut silently
+    "weight_cache_mode": "off",  # weights shared with others cannot be updated
+    "tokenizer_worker_num": 1,  # a pause holds back the requests of one tokenizer process
+    "dp_size": 1,  # replicas inside one server cannot be updated; ask for more servers
+    "enable_hierarchical_cache": False,  # its prefixes outlive an update
+    "speculative_algorithm": None,  # a draft model would keep its old weights
+}
+
+
 def read_facts(name: str, info: Mapping[str, Any]) -> ServerFacts:
     """Facts out of the answer of ``/server_info``.
 
     Raises:
-        ServerUnavailable: it lacks something, or the model's folder cannot be read.
+        ServerUnavailable: it lacks something, runs with flags that break the contract, or its model's folder cannot
+            be read.
     """
+    for flag, value in FIXED.items():
+        if info.get(flag, value) != value:
+            raise ServerUnavailable(
+                f"{name}: runs with {flag}={info[flag]!r}; it must be {value!r}, on which answers or updates rest"
+            )
     try:
         folder = Path(info["model_path"])
         config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
