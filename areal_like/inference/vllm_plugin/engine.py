@@ -105,9 +105,9 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """vLLM 0.26 wants a sender from every engine; ours is ``areal_like.weights.transports``.
 
         Raises:
-            NotImplementedError: always.
+            RuntimeError: always.
         """
-        raise NotImplementedError("weights are sent by areal_like.weights.transports, in the trainer's process")
+        raise RuntimeError("weights are sent by areal_like.weights.transports, in the trainer's process")
 
     def discard(self) -> None:
         """Give up what is staged."""
