@@ -14,7 +14,8 @@ import json
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import areal_like.algo.logprobs as logprobs_module
 from areal_like.algo.logprobs import chunked_logprobs, logprobs_from_logits
 
 Road = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -48,15 +50,30 @@ class LiveBytes(TorchDispatchMode):
 
 
 def roads(device: str, chunk: int) -> dict[str, Road]:
-    found: dict[str, Road] = {
-        "chunks in torch": lambda h, w, t: chunked_logprobs(h, w, t, chunk_tokens=chunk, fused=False).logprob_T,
-        "all logits": lambda h, w, t: logprobs_from_logits(h @ w.t(), t).logprob_T,
-    }
-    if device == "cuda":
-        found = {
-            "two kernels": lambda h, w, t: chunked_logprobs(h, w, t, chunk_tokens=chunk, fused=True).logprob_T
-        } | found
-    return found
+    def chunks(hidden: Tensor, head: Tensor, target: Tensor) -> Tensor:
+        return chunked_logprobs(hidden, head, target, chunk_tokens=chunk).logprob_T
+
+    def chunks_in_torch(hidden: Tensor, head: Tensor, target: Tensor) -> Tensor:
+        with fused_kernels(False):
+            return chunks(hidden, head, target)
+
+    def all_logits(hidden: Tensor, head: Tensor, target: Tensor) -> Tensor:
+        return logprobs_from_logits(hidden @ head.t(), target).logprob_T
+
+    plain: dict[str, Road] = {"chunks in torch": chunks_in_torch, "all logits": all_logits}
+    return {"two kernels": chunks} | plain if device == "cuda" else plain
+
+
+@contextmanager
+def fused_kernels(wanted: bool) -> Iterator[None]:
+    """Without the kernels, where ``wanted`` is false."""
+    found = logprobs_module._has_triton
+    if not wanted:
+        logprobs_module._has_triton = lambda: False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        logprobs_module._has_triton = found
 
 
 def measure(road: Road, hidden: Tensor, head: Tensor, target: Tensor, chunk_bytes: int) -> dict[str, float]:

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from logprob_memory import fused_kernels
 from step_shapes import SHAPES, Shape, batch_of, flops, row_lengths, trajectories, written_tokens
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-import areal_like.algo.logprobs as logprobs_module
 from areal_like.algo.packing import pack
 from areal_like.api.trajectory import Trajectory
 from areal_like.config.actor import ActorConfig
@@ -149,17 +149,6 @@ def our_update(request: Request, parallel: Parallel) -> Iterator[Callable[[], An
     batch = batch_of(rows)
     with fused_kernels(request.fused):
         yield lambda: update.run(batch)
-
-
-@contextmanager
-def fused_kernels(wanted: bool) -> Iterator[None]:
-    found = logprobs_module._has_triton
-    if not wanted:
-        logprobs_module._has_triton = lambda: False  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        logprobs_module._has_triton = found
 
 
 @contextmanager

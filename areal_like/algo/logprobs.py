@@ -84,7 +84,6 @@ def chunked_logprobs(
     temperature: float = 1.0,
     ban: StopBan | None = None,
     chunk_tokens: int | None = None,
-    fused: bool | None = None,
 ) -> LogProbs:
     """Log-probs and entropy of ``target_T`` under softmax((hidden · headᵀ + bias) / temperature).
 
@@ -97,16 +96,14 @@ def chunked_logprobs(
         target_T: int64 [T].
         bias_V: float [V] or None.
         chunk_tokens: None takes what suits the device.
-        fused: whether the Triton kernels are used; None: on CUDA, where Triton is installed.
     """
     if chunk_tokens is None:
         chunk_tokens = _CHUNK_TOKENS.get(hidden_TD.device.type, _CHUNK_TOKENS_ELSEWHERE)
-    if fused is None:
-        fused = hidden_TD.is_cuda and hidden_TD.dtype != torch.float64 and _has_triton()
     if hidden_TD.shape[0] != target_T.shape[0]:
         raise ValueError(f"hidden states {tuple(hidden_TD.shape)} and targets {tuple(target_T.shape)} must agree in T")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+    fused = hidden_TD.is_cuda and hidden_TD.dtype != torch.float64 and _has_triton()
     function = _FusedLogProbs if fused else _ChunkedLogProbs
     logprob_T, entropy_T = function.apply(  # type: ignore[no-untyped-call]
         hidden_TD, head_VD, bias_V, target_T, ban, _checked(temperature), chunk_tokens
@@ -204,7 +201,7 @@ class _FusedLogProbs(torch.autograd.Function):
         temperature: float,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        from areal_like.algo.vocab_kernels import softmax_figures
+        from areal_like.algo.vocab_kernels import LogitChunk, softmax_figures
 
         rows = hidden_TD.shape[0]
         ban_V = _ban_mask(ban, head_VD)
@@ -213,11 +210,16 @@ class _FusedLogProbs(torch.autograd.Function):
         )
         for start in range(0, rows, chunk):
             part = slice(start, min(start + chunk, rows))
-            logits_CV = torch.mm(hidden_TD[part], head_VD.t())
-            active_C = None if ban is None else ban.active_T[part]
-            found = softmax_figures(logits_CV, target_T[part], temperature, bias_V, ban_V, active_C)
-            logprob_T[part], entropy_T[part], lse_T[part] = found
-            del logits_CV
+            chunk_logits = LogitChunk(
+                logits_CV=torch.mm(hidden_TD[part], head_VD.t()),
+                target_C=target_T[part],
+                temperature=temperature,
+                bias_V=bias_V,
+                ban_V=ban_V,
+                active_C=None if ban is None else ban.active_T[part],
+            )
+            logprob_T[part], entropy_T[part], lse_T[part] = softmax_figures(chunk_logits)
+            del chunk_logits
         ctx.save_for_backward(hidden_TD, head_VD, bias_V, target_T, lse_T, entropy_T)
         ctx.ban, ctx.ban_V, ctx.temperature, ctx.chunk = ban, ban_V, temperature, chunk
         ctx.set_materialize_grads(False)
@@ -226,7 +228,7 @@ class _FusedLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprob_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
-        from areal_like.algo.vocab_kernels import softmax_gradient_
+        from areal_like.algo.vocab_kernels import LogitChunk, softmax_gradient_
 
         hidden_TD, head_VD, bias_V, target_T, lse_T, entropy_T = ctx.saved_tensors
         grad_logprob_T = torch.zeros_like(lse_T) if grad_logprob_T is None else grad_logprob_T.contiguous()
@@ -236,18 +238,19 @@ class _FusedLogProbs(torch.autograd.Function):
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
         for start in range(0, hidden_TD.shape[0], ctx.chunk):
             part = slice(start, min(start + ctx.chunk, hidden_TD.shape[0]))
-            grad_CV = softmax_gradient_(
-                torch.mm(hidden_TD[part], head_VD.t()),
-                target_T[part],
-                lse_T[part],
-                entropy_T[part],
-                grad_logprob_T[part],
-                None if grad_entropy_T is None else grad_entropy_T[part],
-                ctx.temperature,
-                bias_V,
-                ctx.ban_V,
-                None if ctx.ban is None else ctx.ban.active_T[part],
+            chunk_logits = LogitChunk(
+                logits_CV=torch.mm(hidden_TD[part], head_VD.t()),
+                target_C=target_T[part],
+                temperature=ctx.temperature,
+                bias_V=bias_V,
+                ban_V=ctx.ban_V,
+                active_C=None if ctx.ban is None else ctx.ban.active_T[part],
             )
+            grad_entropy_C = None if grad_entropy_T is None else grad_entropy_T[part]
+            grad_CV = softmax_gradient_(
+                chunk_logits, lse_T[part], entropy_T[part], grad_logprob_T[part], grad_entropy_C
+            )
+            del chunk_logits
             torch.mm(grad_CV, head_VD, out=grad_hidden_TD[part])
             grad_head_VD.addmm_(grad_CV.t(), hidden_TD[part])
             if grad_bias_V is not None:

@@ -9,6 +9,9 @@ Legend: ``_C`` tokens of a chunk, ``_V`` vocabulary. z: scaled logits, p = softm
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -90,76 +93,63 @@ def _softmax_backward(
     tl.store(logits + column, (grad * inverse).to(logits.dtype.element_ty), mask=inside)
 
 
-def _flags(bias_V: Tensor | None, ban_V: Tensor | None, entropy: bool) -> int:
-    return (bias_V is not None) + 2 * (ban_V is not None) + 4 * entropy
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitChunk:
+    """Raw logits of a chunk, and what turns them into the distribution that was sampled from.
 
-
-def softmax_figures(
-    logits_CV: Tensor,
-    target_C: Tensor,
-    temperature: float,
-    bias_V: Tensor | None,
-    ban_V: Tensor | None,
-    active_C: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob of the target, entropy and log-sum-exp of the scaled logits, float32 [C] each.
-
-    Args:
-        logits_CV: raw logits with rows contiguous, any float dtype.
+    Attributes:
+        logits_CV: any float dtype, rows contiguous.
+        target_C: int64 [C].
+        temperature: above 0.
+        bias_V: float [V] or None.
         ban_V: uint8 [V], 1 at banned ids, and ``active_C``: bool [C], where they are banned; or None, None.
     """
-    count, vocabulary = logits_CV.shape
-    logprob_C, entropy_C, lse_C = (torch.empty(count, dtype=torch.float32, device=logits_CV.device) for _ in range(3))
-    spare = logits_CV  # a pointer that is never read
-    _softmax_forward[(count,)](
-        logits_CV,
-        spare if bias_V is None else bias_V,
-        spare if ban_V is None else ban_V,
-        spare if active_C is None else active_C,
-        target_C,
-        logprob_C,
-        entropy_C,
-        lse_C,
-        1.0 / temperature,
-        logits_CV.stride(0),
-        vocabulary,
-        FLAGS=_flags(bias_V, ban_V, False),
-        BLOCK=_BLOCK,
-        num_warps=_WARPS,
-    )
+
+    logits_CV: Tensor
+    target_C: Tensor
+    temperature: float
+    bias_V: Tensor | None = None
+    ban_V: Tensor | None = None
+    active_C: Tensor | None = None
+
+    def pointers(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Logits, bias, ban, active, target; the logits again where there is none of them, which is never read."""
+        absent = self.logits_CV
+        optional = (absent if x is None else x for x in (self.bias_V, self.ban_V, self.active_C))
+        return (self.logits_CV, *optional, self.target_C)  # type: ignore[return-value]
+
+    def settings(self, *, entropy: bool) -> dict[str, Any]:
+        flags = (self.bias_V is not None) + 2 * (self.ban_V is not None) + 4 * entropy
+        return {
+            "inverse": 1.0 / self.temperature,
+            "stride": self.logits_CV.stride(0),
+            "V": self.logits_CV.shape[1],
+            "FLAGS": flags,
+            "BLOCK": _BLOCK,
+            "num_warps": _WARPS,
+        }
+
+
+def softmax_figures(chunk: LogitChunk) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob of the target, entropy and log-sum-exp of the scaled logits, float32 [C] each."""
+    tokens = chunk.logits_CV.shape[0]
+    found = torch.empty(3, tokens, dtype=torch.float32, device=chunk.logits_CV.device)
+    logprob_C, entropy_C, lse_C = found.unbind()
+    _softmax_forward[(tokens,)](*chunk.pointers(), logprob_C, entropy_C, lse_C, **chunk.settings(entropy=False))
     return logprob_C, entropy_C, lse_C
 
 
 def softmax_gradient_(
-    logits_CV: Tensor,
-    target_C: Tensor,
-    lse_C: Tensor,
-    entropy_C: Tensor,
-    grad_logprob_C: Tensor,
-    grad_entropy_C: Tensor | None,
-    temperature: float,
-    bias_V: Tensor | None,
-    ban_V: Tensor | None,
-    active_C: Tensor | None,
+    chunk: LogitChunk, lse_C: Tensor, entropy_C: Tensor, grad_logprob_C: Tensor, grad_entropy_C: Tensor | None
 ) -> Tensor:
-    """The gradient with respect to the raw logits, written over ``logits_CV``; arguments as above, float32 [C]."""
-    count, vocabulary = logits_CV.shape
-    spare = logits_CV
-    _softmax_backward[(count, triton.cdiv(vocabulary, _BLOCK))](
-        logits_CV,
-        spare if bias_V is None else bias_V,
-        spare if ban_V is None else ban_V,
-        spare if active_C is None else active_C,
-        target_C,
+    """The gradient with respect to the raw logits, written over them; float32 [C] arguments, contiguous."""
+    tokens, vocabulary = chunk.logits_CV.shape
+    _softmax_backward[(tokens, triton.cdiv(vocabulary, _BLOCK))](
+        *chunk.pointers(),
         lse_C,
         entropy_C,
         grad_logprob_C,
         grad_logprob_C if grad_entropy_C is None else grad_entropy_C,
-        1.0 / temperature,
-        logits_CV.stride(0),
-        vocabulary,
-        FLAGS=_flags(bias_V, ban_V, grad_entropy_C is not None),
-        BLOCK=_BLOCK,
-        num_warps=_WARPS,
+        **chunk.settings(entropy=grad_entropy_C is not None),
     )
-    return logits_CV
+    return chunk.logits_CV

@@ -85,7 +85,7 @@ class ExperimentConfig(Section):
         if self.actor.lora is not None and self.rollout.spec.name != "embedded":
             raise ValueError(
                 f"actor.lora publishes adapters alone, which only embedded servers add to their weights; "
-                f"rollout.backend is {self.rollout.backend}; use embedded:d{self.rollout.spec.data} or remove actor.lora"
+                f"rollout.backend is {self.rollout.backend}; use embedded or remove actor.lora"
             )
         return self
 

@@ -22,6 +22,9 @@ LONG_FUNCTIONS: dict[str, str] = {}
 #: "path:function" -> why it may take more parameters
 WIDE_FUNCTIONS: dict[str, str] = {
     "areal_like/algo/logprobs.py:forward": "an autograd function takes tensors and settings positionally, one by one",
+    "areal_like/algo/vocab_kernels.py:_scaled": "a Triton kernel takes pointers and numbers, and no records",
+    "areal_like/algo/vocab_kernels.py:_softmax_forward": "a Triton kernel takes pointers and numbers, and no records",
+    "areal_like/algo/vocab_kernels.py:_softmax_backward": "a Triton kernel takes pointers and numbers, and no records",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

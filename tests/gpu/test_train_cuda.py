@@ -60,7 +60,7 @@ def test_kernels_against_float64(dtype: torch.dtype, with_bias: bool, banned: bo
     weight = torch.randn(tokens, device="cuda")
     inputs = [x for x in (hidden, head, bias) if x is not None]
 
-    found = chunked_logprobs(hidden, head, target, bias_V=bias, temperature=0.8, ban=ban, chunk_tokens=128, fused=True)
+    found = chunked_logprobs(hidden, head, target, bias_V=bias, temperature=0.8, ban=ban, chunk_tokens=128)
     got = torch.autograd.grad((weight * (found.logprob_T + entropy * found.entropy_T)).sum(), inputs)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     logits = exact[0] @ exact[1].t() + (exact[2] if with_bias else 0.0)
