@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -45,6 +46,8 @@ from areal_like.weights.channel import WeightChannel
 from areal_like.weights.segments import list_segments, remove_segments
 from areal_like.weights.transports.base import WeightWriter, make_writer
 
+#: environment variable: every engine gets the embedded one's small random model; much quicker, while one develops
+TINY = "AREAL_LIKE_CONTRACT_TINY"
 #: one for the whole session: a server that lives through many tests never sees a version again
 _VERSIONS = itertools.count(1)
 _KEPT = 3
@@ -65,7 +68,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 
 @pytest.fixture(scope="session")
 def model_path(subject: Subject, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if subject.name == "embedded":
+    if subject.name == "embedded" or os.environ.get(TINY):
         return build_tiny(tmp_path_factory.mktemp("tiny-llama"))
     path = ROOT / "models" / "smollm2"
     if not path.exists():

@@ -56,12 +56,14 @@ class LinkSettings:
         version: the version that the server said it has.
         transport: how weights reach them.
         timeout: seconds that a small control call may take.
+        attached: somebody else started the server, under a name of theirs.
     """
 
     token: str = field(repr=False)
     version: str
     transport: TransportKind
     timeout: float = 60.0
+    attached: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

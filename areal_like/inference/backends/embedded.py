@@ -30,4 +30,5 @@ class EmbeddedBackend:
         return areal_like.__version__
 
     def connect(self, name: str, url: str, settings: LinkSettings) -> ServerLink:
-        return ServerLink(control=EmbeddedControl(name, url, token=settings.token), dialect=EMBEDDED)
+        control = EmbeddedControl(name, url, token=settings.token, named_by_us=not settings.attached)
+        return ServerLink(control=control, dialect=EMBEDDED)

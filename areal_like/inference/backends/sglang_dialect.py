@@ -6,8 +6,8 @@ What SGLang would do, and what is done about it here (read and measured on 0.5.2
 * its log-probs have the temperature in them, but neither top-p, top-k nor min-p: where one of those is asked for, the
   "sampling mask" is, too, with which log-probs of the distribution really sampled from come;
 * fields that it does not know are ignored: every field sent is one it has;
-* a stop string ends an answer before its minimum of tokens: such an answer counts as cut, and is gone on with;
-* ``ignore_eos`` makes it ignore stop ids as well (see :func:`_stops`);
+* stop strings end an answer before its minimum of tokens, and ``ignore_eos`` makes it ignore stop ids as well: see
+  :func:`_stops`;
 * the text may lack what the ids have: only ids are read.
 """
 
@@ -150,7 +150,6 @@ def sampling_params(sampling: SamplingBody, facts: ServerFacts) -> dict[str, Any
         "frequency_penalty": sampling.frequency_penalty,
         "presence_penalty": 0.0,
         "repetition_penalty": 1.0,
-        "stop": list(sampling.stop) or None,
         "stop_token_ids": None,
         "ignore_eos": False,
         "skip_special_tokens": False,
@@ -180,7 +179,6 @@ def _reason(finish: _Finish | None, sampling: SamplingBody, count: int) -> StopR
     reason = _REASONS.get(finish.type if finish else "")
     if finish is None or reason is None:
         raise ServerUnavailable(f"it ended with {finish!r}, which is no way for an answer to end")
-    early_string = isinstance(finish.matched, str) and count < sampling.min_new_tokens
     ignored_eos = (
         reason is StopReason.STOP
         and isinstance(finish.matched, int)
@@ -188,26 +186,27 @@ def _reason(finish: _Finish | None, sampling: SamplingBody, count: int) -> StopR
         and finish.matched not in sampling.stop_token_ids
     )
     first_part = reason is StopReason.LENGTH and count < sampling.max_new_tokens
-    return StopReason.ABORT if early_string or ignored_eos or first_part else reason
+    return StopReason.ABORT if ignored_eos or first_part else reason
 
 
 def _stops(sampling: SamplingBody) -> dict[str, Any]:
     """What ends an answer, and what may not before the minimum.
 
-    Under ``ignore_eos`` SGLang ignores stop ids as well, and its minimum bans the end token all the same. So stop ids
-    are asked for without it, ends by the end token count as cuts, and a minimum is a first part with stop ids banned.
+    SGLang's minimum does not hold back stop strings. Under ``ignore_eos`` it ignores stop ids as well, and its minimum
+    bans the end token all the same. So a minimum is a first part of its own, without stop strings and, where the end
+    token is ignored, with the stop ids banned by hand; and stop ids beside an ignored end token are asked for without
+    ``ignore_eos``, ends by the end token counting as cuts.
     """
+    least, ids = sampling.min_new_tokens, list(sampling.stop_token_ids)
+    first_part = least > 0 and bool(sampling.stop or (sampling.ignore_eos and ids))
+    asked: dict[str, Any] = {"stop": list(sampling.stop) or None}
+    if first_part:
+        asked = {"stop": None, "max_new_tokens": min(least, sampling.max_new_tokens)}
     if not sampling.ignore_eos:
-        return {"min_new_tokens": sampling.min_new_tokens, "stop_token_ids": list(sampling.stop_token_ids) or None}
-    if not sampling.stop_token_ids:
-        return {"ignore_eos": True}
-    if sampling.min_new_tokens == 0:
-        return {"stop_token_ids": list(sampling.stop_token_ids)}
-    return {
-        "ignore_eos": True,
-        "max_new_tokens": min(sampling.min_new_tokens, sampling.max_new_tokens),
-        "logit_bias": {str(token): _BANNED for token in sampling.stop_token_ids},
-    }
+        return {**asked, "min_new_tokens": least, "stop_token_ids": ids or None}
+    if first_part or not ids:
+        return {**asked, "ignore_eos": True, "logit_bias": {str(token): _BANNED for token in ids} if ids else None}
+    return {**asked, "stop_token_ids": ids}
 
 
 def _greedy(sampling: SamplingBody) -> bool:

@@ -17,8 +17,8 @@ from areal_like.weights.checkpoint import Expected
 
 def dialect(version: int = 3, **changes: Any) -> SglangDialect:
     facts = {
-        "context_length": 100, "vocabulary": 50, "device": "cpu", "ranks": 1, "pipeline": 1, "dtype": "float32", "overlapped": False,
-        "filtered_tokens": 4096, "expected": Expected(shapes={}, optional={}), **changes,
+        "context_length": 100, "vocabulary": 50, "device": "cpu", "ranks": 1, "pipeline": 1, "dtype": "float32",
+        "overlapped": False, "filtered_tokens": 4096, "expected": Expected(shapes={}, optional={}), **changes,
     }  # fmt: skip
     state = ServerState(facts=ServerFacts(**facts))
     state.epoch.end(0, version)
@@ -45,10 +45,10 @@ def answer(**meta: Any) -> bytes:
 
 
 def test_every_sampling_parameter_is_sent() -> None:
-    content = sent(body(temperature=0.7, stop=("x",), stop_token_ids=(9,), min_new_tokens=2, seed=2**64 - 1))
+    content = sent(body(temperature=0.7, stop=("x",), stop_token_ids=(9,), seed=2**64 - 1))
     params = content["sampling_params"]
     assert (content["input_ids"], content["rid"], content["return_logprob"]) == ([5, 6], "r.1", True)
-    assert (params["max_new_tokens"], params["min_new_tokens"], params["temperature"]) == (4, 2, 0.7)
+    assert (params["max_new_tokens"], params["min_new_tokens"], params["temperature"]) == (4, 0, 0.7)
     assert (params["stop"], params["stop_token_ids"], params["ignore_eos"]) == (["x"], [9], False)
     assert (params["top_p"], params["top_k"], params["min_p"], params["repetition_penalty"]) == (1.0, -1, 0.0, 1.0)
     assert 0 <= params["sampling_seed"] < 2**63
@@ -123,7 +123,6 @@ def test_spans_and_logprobs_are_read() -> None:
         ({"type": "length", "length": 2}, {"max_new_tokens": 2}, StopReason.LENGTH),
         ({"type": "stop", "matched": 8}, {}, StopReason.STOP),
         ({"type": "stop", "matched": "b"}, {"stop": ("b",)}, StopReason.STOP),
-        ({"type": "stop", "matched": "b"}, {"stop": ("b",), "min_new_tokens": 3}, StopReason.ABORT),
         ({"type": "stop", "matched": 8}, {"ignore_eos": True, "stop_token_ids": (8,)}, StopReason.STOP),
         ({"type": "stop", "matched": 8}, {"ignore_eos": True, "stop_token_ids": (9,)}, StopReason.ABORT),
         ({"type": "length", "length": 2}, {"min_new_tokens": 2}, StopReason.ABORT),
@@ -136,10 +135,23 @@ def test_what_only_sglang_takes_for_an_end_is_a_cut(
     assert dialect(4).read(body(**sampling), answer(finish_reason=finish)).output.stop_reason is reason
 
 
+def test_stop_strings_are_asked_for_after_the_minimum() -> None:
+    """SGLang's own minimum does not hold them back."""
+    first = sent(body(stop=("x",), stop_token_ids=(9,), min_new_tokens=3))["sampling_params"]
+    assert (first["stop"], first["max_new_tokens"], first["min_new_tokens"], first["stop_token_ids"]) == (
+        None,
+        3,
+        3,
+        [9],
+    )
+    then = sent(body(stop=("x",), stop_token_ids=(9,)))["sampling_params"]
+    assert (then["stop"], then["max_new_tokens"], then["min_new_tokens"]) == (["x"], 4, 0)
+
+
 def test_stop_ids_without_the_end_token() -> None:
     """SGLang's ``ignore_eos`` ignores them as well; its minimum bans the end token all the same."""
     plain = sent(body(ignore_eos=True, min_new_tokens=2))["sampling_params"]
-    assert (plain["ignore_eos"], plain["min_new_tokens"]) == (True, 0)
+    assert (plain["ignore_eos"], plain["min_new_tokens"], plain["max_new_tokens"]) == (True, 0, 4)
     stops = sent(body(ignore_eos=True, stop_token_ids=(9,)))["sampling_params"]
     assert (stops["ignore_eos"], stops["stop_token_ids"]) == (False, [9])
     first = sent(body(ignore_eos=True, stop_token_ids=(9,), min_new_tokens=3))["sampling_params"]
