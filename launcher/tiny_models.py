@@ -56,8 +56,8 @@ class GuessSettings:
     """Game: a secret in [0, numbers), ``turns`` guesses, each a number and <eos>.
 
     The warm start teaches that format on uniformly random guesses, nothing else. Random play hits with
-    1 - (1 - 1/numbers)**turns = 0.460 at the defaults; the best play always hits, and there are many
-    ways of it (three turns for six or seven numbers leave so few that one run in four settles for missing one).
+    1 - (1 - 1/numbers)**turns = 0.460 at the defaults. The best play always hits, and there are many ways of it: six
+    numbers in three turns have few, and some runs settle for a play that misses one.
     ``train_copies`` rows of every secret: with a batch of one epoch's rows every batch holds each secret equally often.
     """
 
