@@ -46,17 +46,16 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "cuda_runs.json")
     arguments = parser.parse_args()
-    gpus = torch.cuda.device_count()
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     rows: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, (needed, overrides) in PLACEMENTS.items():
-            if needed > gpus:
+            if needed > len(gpus):
                 rows[name] = "not run: too few GPUs"
                 continue
             rows[name] = _row(name, needed, [f"total_train_steps={arguments.steps}", *overrides], Path(folder))
             print(name, rows[name], flush=True)
-            result = {"benchmark": "cuda_runs", "gpus": [torch.cuda.get_device_name(i) for i in range(gpus)]}
-            write_result(arguments.out, {**result, "runs": rows})
+            write_result(arguments.out, {"benchmark": "cuda_runs", "gpus": gpus, "runs": rows})
     return 0 if all(isinstance(row, dict) or row.startswith("not run") for row in rows.values()) else 1
 
 
