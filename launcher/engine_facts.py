@@ -40,7 +40,7 @@ def find_engine(name: str, python: str | None = None) -> EngineFacts:
         version = installed_version(python, engine.package)
         if not version:
             return EngineFacts(name=name, where=python, capabilities=None, trouble="not installed there")
-        if not installed_version(python, ("areal-like",)):
+        if engine.needs_us and not installed_version(python, ("areal-like",)):
             trouble = "areal-like is not installed there (pip install --no-deps -e .), and its weights need it"
             return EngineFacts(name=name, where=python, capabilities=None, trouble=trouble)
         return EngineFacts(name=name, where=python, capabilities=engine.capabilities(version))

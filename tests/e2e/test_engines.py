@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 
 
-@pytest.mark.parametrize("engine", ["vllm"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_smollm2_trains_a_few_steps(engine: str, tmp_path: Path) -> None:
     experiment = ROOT / "configs" / f"smollm2_{engine}_cpu.yaml"
     config = load_config(experiment)

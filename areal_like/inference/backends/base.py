@@ -111,6 +111,11 @@ class EngineBackend(Backend, Protocol):
         """Names under which its distribution may be installed."""
         ...
 
+    @property
+    def needs_us(self) -> bool:
+        """This package must be installed in its environment, too."""
+        ...
+
     def command(self, spec: EngineSpec, *, token: str) -> EngineCommand:
         """How to start one server.
 

@@ -74,6 +74,7 @@ class SglangBackend:
 
     name = "sglang"
     package = ("sglang",)
+    needs_us = False
 
     def capabilities(self, version: str) -> Capabilities:
         found = version_tuple(version)

