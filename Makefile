@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 SEED   ?= 1
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo install check test lint types clean engines engines-vllm engines-sglang smollm2 test-engines
+.PHONY: demo install check test lint types clean engines engines-vllm engines-sglang smollm2 test-engines trl
 
 install: $(STAMP)
 
@@ -54,6 +54,15 @@ models/smollm2/config.json: | $(STAMP)
 # The contract that every engine keeps, against real servers. One at a time: each has gigabytes.
 test-engines: engines smollm2
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m engines tests/contract tests/e2e
+
+# Beside which benchmarks/train_step.py measures.
+trl: .venv-trl/.installed
+
+.venv-trl/.installed: requirements/trl.txt
+	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.11 found; install one or pass PYTHON=/path/to/python" >&2; exit 2; }
+	test -x .venv-trl/bin/python || $(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/trl.txt
+	@touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

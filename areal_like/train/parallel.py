@@ -18,6 +18,9 @@ from areal_like.train.layers import decoder_layers
 
 #: models with more parameters than this gather their weights layer by layer; below it one gather costs less
 SHARD_LAYERS_ABOVE = 20_000_000
+#: the same where every rank holds the whole model: then only the sums of gradients, in float32, are worth splitting,
+#: and hooks around every layer cost the host about as long as a GPU needs for 8k tokens of a 0.5B model
+SHARD_WHOLE_LAYERS_ABOVE = 2_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +134,8 @@ def shard(
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     policy = CPUOffloadPolicy(pin_memory=parallel.device.type == "cuda") if offload else OffloadPolicy()
     found: list[FSDPModule] = []
-    if sum(p.numel() for p in module.parameters()) > SHARD_LAYERS_ABOVE:
+    bound = SHARD_LAYERS_ABOVE if parallel.shards > 1 else SHARD_WHOLE_LAYERS_ABOVE
+    if sum(p.numel() for p in module.parameters()) > bound:
         for layer in decoder_layers(module):
             # one rank holds everything anyway: gathering again for the backward pass would only repeat a cast
             again = parallel.shards > 1
