@@ -126,5 +126,11 @@ async def open_link(config: ExperimentConfig, name: str, url: str, token: str) -
     backend, timeout = get_backend(config.rollout.spec.name), config.rollout.control_timeout
     version = await backend.version(url, token=token, timeout=timeout)
     check_capabilities(config, version, where=f"{name} at {url}")
-    settings = LinkSettings(token=token, version=version, transport=config.weights.transport, timeout=timeout)
+    settings = LinkSettings(
+        token=token,
+        version=version,
+        transport=config.weights.transport,
+        timeout=timeout,
+        attached=bool(config.rollout.servers),
+    )
     return backend.connect(name, url, settings)

@@ -65,8 +65,10 @@ class TellsDigest(Protocol):
 class EmbeddedControl:
     """:class:`ServerControl` over ``areal_like.api.wire``."""
 
-    def __init__(self, name: str, url: str, *, token: str) -> None:
+    def __init__(self, name: str, url: str, *, token: str, named_by_us: bool = True) -> None:
+        """``named_by_us``: the server was started under ``name``, and its receipts must say so."""
         self._name = name
+        self._named_by_us = named_by_us
         self._http = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {token}"},
@@ -94,7 +96,8 @@ class EmbeddedControl:
 
     async def commit(self, *, version: int, incarnation: int, mode: InterruptMode, timeout: float) -> CommitReceipt:
         body = CommitBody(version=version, incarnation=incarnation, mode=mode)
-        return await self._weights("/weights/commit", CommitReceipt, timeout, body)
+        receipt = await self._weights("/weights/commit", CommitReceipt, timeout, body)
+        return receipt if self._named_by_us else receipt.model_copy(update={"server": self._name})
 
     async def abort(self, rids: Sequence[str], *, timeout: float) -> int:
         answer = await self._call("POST", "/abort", _AbortAnswer, timeout, AbortBody(rids=list(rids)))
