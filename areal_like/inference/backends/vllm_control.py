@@ -73,8 +73,10 @@ class VllmControl:
         self._name = name
         self._http = EngineHttp(name, url, token=token)
         self._epoch = epoch
+        self._spans = spans
         self._pauses = _PAUSES if spans else _CUTTING
         self._newest_incarnation = -1
+        self._as_started = False
         self._context_length = 0
 
     async def health(self, *, timeout: float) -> HealthAnswer:
@@ -85,10 +87,11 @@ class VllmControl:
         self._check_flags(status)
         load = await self._load(timeout=max(deadline - time.monotonic(), 0.1))
         paused = await self._http.get("/is_paused", timeout=max(deadline - time.monotonic(), 0.1))
+        first = self._as_started and status.version < 0
         return HealthAnswer(
             status="ok",
-            version=status.version,
-            incarnation=status.incarnation,
+            version=0 if first else status.version,
+            incarnation=0 if first else status.incarnation,
             paused=bool(paused and paused.get("is_paused")),
             in_flight=load[0],
             queued=load[1],
@@ -96,8 +99,16 @@ class VllmControl:
         )
 
     async def digest(self, *, timeout: float) -> DigestAnswer:
-        """What the workers loaded last. Before any update they hold what they were started with, and have no digest."""
+        """What the workers loaded last. Before any update they hold what they were started with, and have no digest.
+
+        Those weights count as version 0 from here on, and are labelled so: an evaluation asks for it.
+        """
         status = await self._status(timeout=timeout)
+        if status.version < 0:
+            if self._spans:
+                label = {"new_version": version_label(0, 0)}
+                await self._http.post("/update_weight_version", label, timeout=timeout)
+            self._as_started = True
         self._epoch.end(max(status.incarnation, 0), max(status.version, 0))
         return DigestAnswer(version=max(status.version, 0), digest=status.digest)
 

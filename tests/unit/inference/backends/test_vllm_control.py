@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,8 +111,8 @@ async def vllm() -> AsyncIterator[FakeVllm]:
     yield fake
 
 
-@pytest.fixture
-async def control(vllm: FakeVllm) -> AsyncIterator[VllmControl]:
+@asynccontextmanager
+async def connected(vllm: FakeVllm, *, spans: bool = True) -> AsyncIterator[VllmControl]:
     app = web.Application()
     app.router.add_route("*", "/{tail:.*}", vllm.answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -119,10 +120,18 @@ async def control(vllm: FakeVllm) -> AsyncIterator[VllmControl]:
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = runner.addresses[0][1]
-    made = VllmControl("s0", f"http://127.0.0.1:{port}", ServerEpoch(), token="t", spans=True)
-    yield made
-    await made.aclose()
-    await runner.cleanup()
+    made = VllmControl("s0", f"http://127.0.0.1:{port}", ServerEpoch(), token="t", spans=spans)
+    try:
+        yield made
+    finally:
+        await made.aclose()
+        await runner.cleanup()
+
+
+@pytest.fixture
+async def control(vllm: FakeVllm) -> AsyncIterator[VllmControl]:
+    async with connected(vllm) as made:
+        yield made
 
 
 async def test_an_update_goes_its_way_and_is_receipted(vllm: FakeVllm, control: VllmControl) -> None:
@@ -151,6 +160,13 @@ async def test_each_mode_pauses_in_its_way(
     await control.stage(manifest(1), timeout=5)
     await control.commit(version=1, incarnation=0, mode=mode, timeout=5)
     assert pause in vllm.calls
+
+
+async def test_without_spans_what_runs_is_cut(vllm: FakeVllm) -> None:
+    async with connected(vllm, spans=False) as control:
+        await control.stage(manifest(1), timeout=5)
+        await control.commit(version=1, incarnation=0, mode=InterruptMode.RECOMPUTE, timeout=5)
+    assert "/pause?mode=abort" in vllm.calls
 
 
 async def test_committing_again_does_nothing(vllm: FakeVllm, control: VllmControl) -> None:
@@ -216,6 +232,13 @@ async def test_calls_of_the_past_are_refused(control: VllmControl) -> None:
         await control.stage(manifest(3, incarnation=2), timeout=5)
     with pytest.raises(StaleCommand):
         await control.pause(incarnation=1, mode=KEEP, timeout=5)
+
+
+async def test_weights_that_a_server_was_started_with_are_version_0(vllm: FakeVllm, control: VllmControl) -> None:
+    assert (await control.health(timeout=5)).version == -1
+    assert (await control.digest(timeout=5)).version == 0
+    assert vllm.calls == ["/update_weight_version"]
+    assert (await control.health(timeout=5)).version == 0
 
 
 async def test_health_tells_what_the_workers_hold(control: VllmControl) -> None:
