@@ -13,7 +13,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -93,6 +93,9 @@ class GroupLoad:
         except (OSError, ValueError, ArealLikeError) as error:
             await self._leave(http)
             raise WeightUpdateError(f"version {manifest.version}: the trainer's door: {error}") from error
+        except asyncio.CancelledError:
+            self._shut()  # an answer that nobody read would be taken for that to the next question
+            raise
         self._checksums = {name: value[:CHECKSUM_CHARACTERS] for name, value in zip(members, sums, strict=True)}
         self._runs = runs(manifest.tensors, meeting.bucket_bytes)
         self._meeting = meeting
@@ -116,11 +119,12 @@ class GroupLoad:
             if isinstance(error, Refused):
                 raise
             raise WeightUpdateError(f"the transfer broke: {type(error).__name__}: {error}") from error
+        except asyncio.CancelledError:
+            self._shut()
+            raise
 
     async def aclose(self) -> None:
-        door, self._door, self._group = self._door, None, ""
-        if door is not None:
-            door[1].close()
+        self._shut()
 
     # -- the group --
 
@@ -141,15 +145,13 @@ class GroupLoad:
         ready = await self._ask(meeting, {"op": "join", "group": name, "world": world})
         if not ready.get("ready"):
             raise WeightUpdateError(f"it answers {ready}")
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._hear())
-            tasks.create_task(http.post("/init_weights_update_group", joined, timeout=_SMALL))
+        await _both(self._hear(), http.post("/init_weights_update_group", joined, timeout=_SMALL))
         self._group = name
 
     async def _leave(self, http: EngineHttp) -> None:
         """Forget the group, here and in the server, whatever state it is in."""
         name = self._group
-        await self.aclose()
+        self._shut()
         if name:
             with suppress(ArealLikeError):
                 await http.post("/destroy_weights_update_group", {"group_name": name}, timeout=_SMALL)
@@ -181,14 +183,15 @@ class GroupLoad:
             "flush_cache": False,
             **last,
         }
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._hear())
-                tasks.create_task(http.post("/update_weights_from_distributed", body, timeout=max(timeout, 0.1)))
-        except ExceptionGroup as errors:
-            raise WeightUpdateError("; ".join(str(error) for error in errors.exceptions)) from errors
+        await _both(self._hear(), http.post("/update_weights_from_distributed", body, timeout=max(timeout, 0.1)))
 
     # -- the door --
+
+    def _shut(self) -> None:
+        """Leave; the trainer's side ends with the connection, and with it the group."""
+        door, self._door, self._group = self._door, None, ""
+        if door is not None:
+            door[1].close()
 
     async def _ask(self, meeting: Meeting, question: Mapping[str, Any]) -> dict[str, Any]:
         """The door's first answer. Raises WeightUpdateError for an error, OSError for a broken connection."""
@@ -208,6 +211,16 @@ class GroupLoad:
         if "error" in answer:
             raise WeightUpdateError(str(answer["error"]))
         return answer
+
+
+async def _both(hear: Coroutine[Any, Any, Any], tell: Coroutine[Any, Any, Any]) -> None:
+    """Both sides of a collective call at once; the first that fails ends the other. Raises WeightUpdateError."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(hear)
+            tasks.create_task(tell)
+    except ExceptionGroup as errors:
+        raise WeightUpdateError("; ".join(str(error) for error in errors.exceptions)) from errors
 
 
 def runs(entries: Sequence[TensorEntry], most: int) -> list[list[TensorEntry]]:

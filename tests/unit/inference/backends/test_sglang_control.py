@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 
 from areal_like.api.weights import InterruptMode, Manifest, TransportKind
 from areal_like.errors import ServerBusy, ServerUnavailable, StaleCommand, WeightUpdateError
+from areal_like.inference.backends.base import LinkSettings
 from areal_like.inference.backends.sglang import SglangBackend
 from areal_like.inference.backends.sglang_control import SglangControl
 from areal_like.inference.backends.sglang_dialect import SglangDialect
@@ -40,6 +42,7 @@ class Sglang:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.refusal: tuple[int, str] | None = None
         self.loses = ""
+        self.forgets = ""
         self.idle = True
         self.overlapped = False
         self.device = "cpu"
@@ -88,35 +91,46 @@ class Sglang:
     async def weights_checker(self, content: dict[str, Any]) -> web.Response:
         whole = {name: data for name, data in self.bytes.items() if LAYER not in name}
         whole[f"{LAYER}.qkv_proj.weight"] = b"".join(self.bytes[f"{LAYER}.{part}_proj.weight"] for part in "qkv")
+        if self.forgets:
+            whole[self.forgets] = b"old"
         sums = {name: hashlib.sha256(data).hexdigest()[:16] for name, data in whole.items()}
         return web.json_response({"success": True, "ranks": [{"checksums": sums}]})
 
 
-@pytest.fixture
-async def engine(tmp_path: Path) -> AsyncIterator[Sglang]:
-    model = tmp_path / "model"
+def engine_folder(parent: Path) -> Path:
+    """The model's folder."""
+    model = parent / "model"
     model.mkdir()
     save_file(MODEL, model / "model.safetensors")
     (model / "config.json").write_text(json.dumps({"vocab_size": 10, "tie_word_embeddings": True}))
-    yield Sglang(model)
+    return model
 
 
-@pytest.fixture
-async def url(engine: Sglang) -> AsyncIterator[str]:
+@asynccontextmanager
+async def serving(engine: Sglang) -> AsyncIterator[str]:
+    """A real socket before ``engine``; its URL."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", engine.answer)
     runner = web.AppRunner(app)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
     yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     await runner.cleanup()
 
 
 @pytest.fixture
-async def link(url: str) -> AsyncIterator[tuple[SglangControl, SglangDialect]]:
-    from areal_like.inference.backends.base import LinkSettings
+async def engine(tmp_path: Path) -> AsyncIterator[Sglang]:
+    yield Sglang(engine_folder(tmp_path))
 
+
+@pytest.fixture
+async def url(engine: Sglang) -> AsyncIterator[str]:
+    async with serving(engine) as found:
+        yield found
+
+
+@pytest.fixture
+async def link(url: str) -> AsyncIterator[tuple[SglangControl, SglangDialect]]:
     settings = LinkSettings(token="t", version="0.5.23", transport=TransportKind.DISK)
     opened = SglangBackend().connect("s0", url, settings)
     assert isinstance(opened.control, SglangControl)
