@@ -12,8 +12,8 @@ from areal_like.weights.segments import remove_segments, segment_directory
 
 #: a Unix socket's whole path must fit into 107 bytes; this much is left for the folder
 _LONGEST_SOCKET_FOLDER = 70
-#: what Python's multiprocessing calls its blocks and semaphores
-_ENGINE_MEMORY = ("psm_*", "sem.mp-*")
+#: what Python's multiprocessing calls its blocks and semaphores, and SGLang the board of its load
+_ENGINE_MEMORY = ("psm_*", "sem.mp-*", "sglang_loads_*")
 
 
 def new_run_id() -> str:

@@ -103,7 +103,7 @@ async def test_a_killed_server_is_an_error_in_time_and_leaves_nothing(
 
 async def test_a_worker_that_dies_ends_the_whole_server(open_line: Any, own_server: ServerProcess) -> None:
     family = own_server.descendants()
-    workers = [p for p in family if "worker" in p.name().lower() or "core" in p.name().lower()]
+    workers = [p for p in family if any(word in p.name().lower() for word in ("worker", "core", "::schedul"))]
     if not workers:
         pytest.skip("this engine computes in one process")
     async with open_line(own_server, timeout=20.0, update_timeout=20.0) as line:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -130,6 +131,17 @@ def test_a_semaphore_in_use_stays() -> None:
     semaphore = multiprocessing.get_context("spawn").Semaphore(1)
     sweep_engine_memory(began - 1)
     assert Path(f"/dev/shm/sem.{semaphore._semlock.name.lstrip('/')}").exists()  # type: ignore[attr-defined]
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="Linux's memory file system")
+def test_sglangs_board_is_swept_with_its_server() -> None:
+    board = Path(f"/dev/shm/sglang_loads_test_{uuid.uuid4().hex[:8]}.shm")
+    began = time.time()
+    board.write_bytes(bytes(16))
+    sweep_engine_memory(began + 60)
+    assert board.exists()  # made before
+    sweep_engine_memory(began - 1)
+    assert not board.exists()
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="Linux's memory file system")
