@@ -51,15 +51,11 @@ def run_engine(spec: EngineSpec, token: str, on_ready: Callable[[str], None]) ->
     spec = spec.model_copy(update={"port": spec.port or free_port(spec.host)})
     command = get_engine(spec.backend).command(spec, token=token)
     sys.stderr.write(f"starting {' '.join(command.arguments)}\n")
-    with _engine(command, began) as process, _interruptible():
-        try:
-            url = f"http://{spec.host}:{spec.port}"
-            _wait_healthy(process, f"{url}{command.health_path}", token, spec.start_timeout)
-            on_ready(url)
-            status = process.wait()
-        except _Asked:
-            return
-        raise InfrastructureError(f"{spec.name}: the engine ended with status {status}")
+    with suppress(_Asked), _interruptible(), _engine(command, began) as process:
+        url = f"http://{spec.host}:{spec.port}"
+        _wait_healthy(process, f"{url}{command.health_path}", token, spec.start_timeout)
+        on_ready(url)
+        raise InfrastructureError(f"{spec.name}: the engine ended with status {process.wait()}")
 
 
 def free_port(host: str) -> int:
@@ -117,7 +113,10 @@ def group_members(group: int) -> list[int]:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
+    """The first SIGTERM ends what runs; later ones find us cleaning up, and must not break that off."""
+
     def asked(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise _Asked
 
     before = signal.signal(signal.SIGTERM, asked)

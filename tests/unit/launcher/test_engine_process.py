@@ -101,6 +101,17 @@ def test_a_healthy_engine_is_reported_and_ends_with_its_keeper(start: Start) -> 
     assert gone(int(child))
 
 
+def test_asking_again_does_not_break_off_the_cleaning_up(start: Start) -> None:
+    process = start(f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN){ENGINE}")
+    (_, child), _ = lines_until_ready(process)
+    deadline = time.monotonic() + 20
+    while process.poll() is None and time.monotonic() < deadline:  # it waits for an engine that does not listen
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.01)
+    assert process.returncode == 0
+    assert gone(int(child))
+
+
 def test_an_engine_that_ends_is_an_error_and_takes_its_children_along(start: Start) -> None:
     process = start(ENGINE)
     (_, child), _ = lines_until_ready(process)
