@@ -130,6 +130,20 @@ class TrainerGroup:
         written: str = await self._call("save_hf", directory=directory)
         return written
 
+    async def save_snapshot(self) -> str:
+        """Write what training needs to go on, in the background. Returns where. Raises RemoteError or RpcError."""
+        folder: str = await self._call("save_snapshot")
+        return folder
+
+    async def finish_snapshot(self) -> None:
+        """Wait until the last snapshot is durable. Raises RemoteError or RpcError."""
+        await self._call("finish_snapshot")
+
+    async def load_snapshot(self, directory: str) -> int:
+        """Go on from a snapshot; returns its version. Raises RemoteError or RpcError."""
+        version: int = await self._call("load_snapshot", directory=directory)
+        return version
+
     async def health(self, timeout: float = 5.0) -> tuple[RankHealth, ...]:
         """What every rank is at, from its health socket: it answers during a step, too. Never raises."""
         return tuple(await asyncio.gather(*(self._probe(rank, timeout) for rank in range(len(self._probes)))))

@@ -114,6 +114,28 @@ class TrainMethods(ABC):
     def save_hf(self, directory: str) -> str:
         """Write a Hugging Face checkpoint, complete or not at all (rank 0 writes). Returns the directory."""
 
+    @abstractmethod
+    @dispatch()
+    def save_snapshot(self) -> str:
+        """Copy what training needs to go on, and write it in the background; waits for the one before it.
+
+        Returns where it will be. Every rank writes its shards.
+        """
+
+    @abstractmethod
+    @dispatch()
+    def finish_snapshot(self) -> None:
+        """Wait until the last snapshot is durable under its name; raises what its writing raised."""
+
+    @abstractmethod
+    @dispatch()
+    def load_snapshot(self, directory: str) -> int:
+        """Go on from a snapshot, of any number of ranks. Returns its version.
+
+        Raises:
+            ConfigError: it cannot be read, or is of another model.
+        """
+
 
 @cache
 def method_forms() -> Mapping[str, MethodForm]:

@@ -29,6 +29,7 @@ from areal_like.train.methods import Coordinates, MethodForm, TrainMethods, meth
 from areal_like.train.model import PolicyModel, load_language_model, replayed_sampling
 from areal_like.train.parallel import choose_device, process_group
 from areal_like.train.ppo import PpoUpdate
+from areal_like.train.snapshot import SnapshotStore
 from areal_like.train.spec import TrainWorkerSpec
 from areal_like.train.store_client import StoreClient
 from areal_like.weights.transports.base import WeightWriter, make_writer
@@ -102,6 +103,7 @@ class TrainWorker(TrainMethods):
         store = stack.enter_context(StoreClient(spec.store_address, keys=spec.keys))
         self._companions = build_companions(spec, self._parallel)
         self._ppo = PpoUpdate(self._engine, actor, store.fetch, self._companions)
+        self._snapshots = self._make_snapshots()
         self._writer = self._make_writer(stack)
 
     @classmethod
@@ -109,6 +111,13 @@ class TrainWorker(TrainMethods):
         """The constructor, watched by the health socket."""
         with activity.during("start"):
             return cls(spec, health_address, activity, stack)
+
+    def _make_snapshots(self) -> SnapshotStore:
+        engines = {"policy": self._engine}
+        if self._companions.critic is not None:
+            engines["critic"] = self._companions.critic.engine
+        keep = self._spec.actor.keep_snapshots
+        return SnapshotStore(self._spec.run_dir / "snapshots", engines, self._parallel, keep=keep)
 
     def _make_writer(self, stack: ExitStack) -> WeightWriter | None:
         if self._parallel.rank != 0:
@@ -171,6 +180,16 @@ class TrainWorker(TrainMethods):
                     also=None if critic is None else partial(critic.write, tensors=values[0], source=source),
                 )
         return directory
+
+    def save_snapshot(self) -> str:
+        return str(self._snapshots.save(self._version))
+
+    def finish_snapshot(self) -> None:
+        self._snapshots.finish()
+
+    def load_snapshot(self, directory: str) -> int:
+        self._version = self._activity.version = self._snapshots.load(Path(directory))
+        return self._version
 
     def _check_version(self, method: str, version: int) -> None:
         if version != self._version:

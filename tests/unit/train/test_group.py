@@ -65,6 +65,15 @@ class Rank:
     async def save_hf(self, directory):
         return directory
 
+    async def save_snapshot(self):
+        return "/tmp/version-000003"
+
+    async def finish_snapshot(self):
+        return None
+
+    async def load_snapshot(self, directory):
+        return int(directory[-6:])
+
 
 @pytest.fixture
 async def ranks_of():
@@ -99,6 +108,9 @@ async def test_every_rank_gets_the_batch_and_rank_0_reports(ranks_of):
         manifest = await trainer.export_weights(4, 2)
         assert (manifest.version, manifest.incarnation, manifest.transport) == (4, 2, TransportKind.SHM)
         assert await trainer.save_hf("/tmp/x") == "/tmp/x"
+        folder = await trainer.save_snapshot()
+        await trainer.finish_snapshot()
+        assert await trainer.load_snapshot(folder) == 3
         statistics = trainer.statistics()
         assert (statistics.updates, statistics.exports, statistics.saves, statistics.in_flight) == (1, 1, 1, "")
 

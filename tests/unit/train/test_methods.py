@@ -14,6 +14,9 @@ def test_the_declared_methods_and_how_they_are_spread():
         "update": (Split.BY_KEY, Collect.FIRST),
         "export_weights": (Split.SAME, Collect.FIRST),
         "save_hf": (Split.SAME, Collect.FIRST),
+        "save_snapshot": (Split.SAME, Collect.FIRST),
+        "finish_snapshot": (Split.SAME, Collect.FIRST),
+        "load_snapshot": (Split.SAME, Collect.FIRST),
     }
 
 

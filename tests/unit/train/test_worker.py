@@ -105,8 +105,12 @@ async def test_two_ranks_from_start_to_stop(model_dir, one_rank, tmp_path, socke
         try:
             async with TrainerGroup(addresses, step_timeout=60) as trainer:
                 assert [c.pid for c in await trainer.coordinates()] == [p.pid for p in processes]
+                snapshot = await trainer.save_snapshot()
                 report = await trainer.update(batch)
                 assert report.metrics["train/optimizer_steps"] == 2
+                await trainer.finish_snapshot()
+                assert await trainer.load_snapshot(snapshot) == 3  # and make the same version again
+                report = await trainer.update(batch)
                 with pytest.raises(RemoteError, match="holds version 4") as refused:
                     await trainer.update(batch)
                 assert refused.value.remote_type == "ValueError"
