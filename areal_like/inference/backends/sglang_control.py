@@ -84,8 +84,10 @@ class SglangControl:
         return DigestAnswer(version=max(version, 0), digest=self._applied.digest if known and self._applied else "")
 
     async def pause(self, *, incarnation: int, mode: InterruptMode, timeout: float) -> PauseAnswer:
+        """Acknowledged by the scheduler: SGLang answers before it has heard of a pause, and hears calls in order."""
         self._refuse_older(incarnation)
         await self._pause(mode, timeout=timeout)
+        await self._http.get("/server_info", timeout=timeout)
         return await self._pause_answer()
 
     async def resume(self, *, incarnation: int, timeout: float) -> PauseAnswer:
