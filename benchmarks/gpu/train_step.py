@@ -88,11 +88,11 @@ def requests(shape: str) -> list[tuple[str, Request]]:
     return found
 
 
-def child(shape: str, seconds: float) -> int:
+def child(shape: str, seconds: float, only: Sequence[str]) -> int:
     """Answer the shape's requests on stdout until the time is over."""
     end = time.monotonic() + seconds
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    named = requests(shape)
+    named = [(name, request) for name, request in requests(shape) if not only or name in only]
     answers = run([request for _, request in named])
     for name, _ in named:
         if time.monotonic() > end:
@@ -101,9 +101,9 @@ def child(shape: str, seconds: float) -> int:
     return 0
 
 
-def answers_of(shape: str, seconds: float) -> Iterator[dict[str, Any]]:
+def answers_of(shape: str, seconds: float, only: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Of a process of its own, so that no shape leaves memory or compiled code to the next."""
-    command = [sys.executable, __file__, "--child", shape, "--seconds", str(seconds)]
+    command = [sys.executable, __file__, "--child", shape, "--seconds", str(seconds), "--only", *only]
     environment = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
@@ -142,7 +142,7 @@ def this_machine() -> dict[str, Any]:
     }
 
 
-def measure_all(shapes: Sequence[str], seconds: float, out: Path | None) -> None:
+def measure_all(shapes: Sequence[str], seconds: float, out: Path | None, only: Sequence[str] = ()) -> None:
     """Writes after every reading, so that a run that is cut leaves what it has."""
     end = time.monotonic() + seconds
     found: dict[str, Any] = this_machine() | {"matmul_flops_per_second": matmul_rate(), "readings": []}
@@ -154,7 +154,7 @@ def measure_all(shapes: Sequence[str], seconds: float, out: Path | None) -> None
     torch.cuda.empty_cache()
     for done, shape in enumerate(shapes):
         left = end - time.monotonic()
-        for answer in answers_of(shape, left / (len(shapes) - done)):
+        for answer in answers_of(shape, left / (len(shapes) - done), only):
             found["readings"].append(answer)
             print(line_of(answer, rate), flush=True)
             if out is not None:
@@ -166,17 +166,18 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", default=["0.5b", "1.5b", "7b"])
     parser.add_argument("--seconds", type=float, default=500.0, help="no reading starts later than this")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", nargs="*", default=[], help="names of readings; default: all")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--list", action="store_true", help="show what would be measured")
     given = parser.parse_args()
     if given.child:
-        return child(given.child, given.seconds)
+        return child(given.child, given.seconds, given.only)
     if given.list:
         for shape in given.shapes:
             for name, request in requests(shape):
                 print(f"{shape:5} {name:32} {asdict(request)}")
         return 0
-    measure_all(given.shapes, given.seconds, given.out)
+    measure_all(given.shapes, given.seconds, given.out, given.only)
     return 0
 
 

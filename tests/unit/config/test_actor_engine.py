@@ -1,0 +1,50 @@
+"""``actor``: how the trainer is spread and what it saves memory with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from areal_like.config.actor import ActorConfig
+from areal_like.config.experiment import ExperimentConfig
+
+
+@pytest.mark.parametrize("backend", ["fsdp:d2c2t2", "fsdp:d1t2", "fsdp:d2p2", "fsdp:d2e2"])
+def test_other_parallelism_is_parsed_and_refused(backend: str) -> None:
+    with pytest.raises(ValidationError, match=r"only data parallelism \(d\) is supported; use fsdp:d"):
+        ActorConfig(backend=backend)
+
+
+@pytest.mark.parametrize(("backend", "message"), [("fsdp:d2x2", "x2"), ("fsdp:2d", "do not parse"), ("ddp:d1", "ddp")])
+def test_what_does_not_parse_is_refused(backend: str, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        ActorConfig(backend=backend)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_copies_of_the_model_are_whole(size: int) -> None:
+    assert ActorConfig(backend="fsdp:d4", shard_size=size).shard_size == size
+
+
+def test_other_copies_are_refused() -> None:
+    with pytest.raises(ValidationError, match=r"shard_size \(3\) must divide .*\(4\): choose one of 1, 2, 4"):
+        ActorConfig(backend="fsdp:d4", shard_size=3)
+
+
+def test_adapters_need_servers_that_add_them() -> None:
+    tree: dict[str, Any] = {
+        "experiment_name": "e",
+        "trial_name": "t",
+        "total_train_steps": 1,
+        "model": {"path": "m"},
+        "train_dataset": {"path": "d", "batch_size": 1},
+        "workflow": "w.W",
+        "actor": {"lora": {"rank": 4}},
+    }
+    assert ExperimentConfig.model_validate(tree).actor.lora is not None
+    with pytest.raises(ValidationError, match=r"actor\.lora publishes adapters alone.*vllm:d1"):
+        ExperimentConfig.model_validate(tree | {"rollout": {"backend": "vllm:d1"}})
+    with pytest.raises(ValidationError, match="rank"):
+        ActorConfig.model_validate({"lora": {"rank": 0}})
