@@ -24,8 +24,8 @@ from vllm.distributed.weight_transfer.base import (
 
 from areal_like.api.weights import Manifest
 from areal_like.errors import WeightUpdateError
-from areal_like.inference.vllm_plugin.checkpoint import EMBEDDING, HEAD, expected_tensors
-from areal_like.inference.vllm_plugin.receiver import Expected, Receiver, Staged
+from areal_like.inference.vllm_plugin.receiver import Receiver, Staged
+from areal_like.weights.checkpoint import EMBEDDING, HEAD, Expected
 
 _LOG = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _expect(self) -> Expected:
         if self._expected is None:
             tied = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
-            self._expected = expected_tensors(Path(self.model_config.model), tied=tied)
+            self._expected = Expected.of(Path(self.model_config.model), tied=tied)
         return self._expected
 
 

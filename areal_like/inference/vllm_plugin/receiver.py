@@ -19,48 +19,10 @@ import torch
 
 from areal_like.api.weights import Manifest
 from areal_like.errors import ArealLikeError, StaleCommand, WeightUpdateError
+from areal_like.weights.checkpoint import Expected
 from areal_like.weights.digest import parse_dtype, tensor_digest
 from areal_like.weights.manifest import check_manifest
 from areal_like.weights.transports.base import make_reader
-
-#: names shown of a longer list in an error
-_SHOWN = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
-    """The checkpoint's tensors by name: what an update must bring, whole.
-
-    ``optional`` may come or not: a tied head, which is a view of another tensor.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]
-    optional: Mapping[str, tuple[int, ...]]
-
-    def check(self, manifest: Manifest) -> None:
-        """Raise unless ``manifest`` brings every tensor in its shape.
-
-        Raises:
-            WeightUpdateError: one is unknown, misshapen, missing, or no floating-point number; it is named.
-        """
-        where = f"version {manifest.version}"
-        for entry in manifest.tensors:
-            shape = self.shapes.get(entry.name, self.optional.get(entry.name))
-            if shape is None:
-                raise WeightUpdateError(
-                    f"{where}: the model has no tensor {entry.name!r}; is it the same architecture?"
-                )
-            if shape != entry.shape:
-                raise WeightUpdateError(
-                    f"{where}: tensor {entry.name!r} has shape {entry.shape}, the model's is {shape}"
-                )
-            if not parse_dtype(entry.dtype).is_floating_point:
-                raise WeightUpdateError(f"{where}: tensor {entry.name!r} has dtype {entry.dtype}, which is no weight")
-        missing = sorted(self.shapes.keys() - {entry.name for entry in manifest.tensors})
-        if missing:
-            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-            shown = ", ".join(map(repr, missing[:_SHOWN]))
-            raise WeightUpdateError(f"{where}: tensor {shown}{more} is missing; the exporter must yield every one")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

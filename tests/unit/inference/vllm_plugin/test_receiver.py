@@ -13,7 +13,8 @@ import torch
 
 from areal_like.api.weights import Manifest, TransportKind
 from areal_like.errors import StaleCommand, WeightUpdateError
-from areal_like.inference.vllm_plugin.receiver import Expected, Receiver
+from areal_like.inference.vllm_plugin.receiver import Receiver
+from areal_like.weights.checkpoint import Expected
 from areal_like.weights.segments import remove_segments
 from areal_like.weights.transports.base import WeightWriter, make_writer
 
