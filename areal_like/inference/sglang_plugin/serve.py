@@ -42,14 +42,14 @@ if os.environ.get(TOKEN_VARIABLE):
 
 def main(arguments: list[str]) -> None:
     """Serve until told to end."""
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if not token:
+        sys.exit(f"{TOKEN_VARIABLE} is not set: every path of a server asks for the run's token")
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    token = os.environ.get(TOKEN_VARIABLE, "")
-    if not token:
-        sys.exit(f"{TOKEN_VARIABLE} is not set: every path of a server asks for the run's token")
     load_plugins()
     try:
         run_server(prepare_server_args([*arguments, "--api-key", token]))
