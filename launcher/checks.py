@@ -255,8 +255,10 @@ def check_shared_memory(config: ExperimentConfig, model: ModelFacts) -> list[str
     advice = "enlarge it (docker: --shm-size), or use weights.transport=disk"
     if free < model.weight_bytes:
         raise ConfigError(f"{text} {model.weight_bytes >> 20} MiB; {advice}")
-    if free < _SHM_COPIES * model.weight_bytes:
-        return [f"{text} {model.weight_bytes >> 20} MiB and may be there {_SHM_COPIES} times; {advice}"]
+    spec = config.rollout.spec
+    copies = _SHM_COPIES + (spec.data if spec.name == "sglang" else 0)  # a folder for each of SGLang's servers
+    if free < copies * model.weight_bytes:
+        return [f"{text} {model.weight_bytes >> 20} MiB and may be there {copies} times; {advice}"]
     return []
 
 
