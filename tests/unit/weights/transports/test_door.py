@@ -29,17 +29,19 @@ import hashlib, sys
 from datetime import timedelta
 import torch, torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
-address, name, sizes = sys.argv[1:]
-store, rank, world = next(rendezvous(address, 1, 2, timeout=timedelta(seconds=30)))
+address, name, sizes, backend, device = sys.argv[1:]
+if device != "cpu":
+    torch.cuda.set_device(device)
+store, rank, world = next(rendezvous(address, 1, 2, timeout=timedelta(seconds=60)))
 group, _ = _new_process_group_helper(
-    world, rank, [], Backend("gloo"), PrefixStore(name, store), group_name=name, timeout=timedelta(seconds=30)
+    world, rank, [], Backend(backend), PrefixStore(name, store), group_name=name, timeout=timedelta(seconds=60)
 )
 _world.pg_group_ranks[group] = {0: 0, 1: 1}
 print("joined", flush=True)
 for size in map(int, sizes.split(",")):
-    flat = torch.empty(size, dtype=torch.uint8)
+    flat = torch.empty(size, dtype=torch.uint8, device=device)
     dist.broadcast(flat, src=0, group=group)
-    print(hashlib.sha256(flat.numpy()).hexdigest(), flush=True)
+    print(hashlib.sha256(flat.cpu().numpy()).hexdigest(), flush=True)
 """
 
 
@@ -66,7 +68,7 @@ class Guest:
         parts = urlsplit(manifest.location)
         self.store = f"tcp://{parts.hostname}:{parts.port}"
         self.key = parts.path.lstrip("/")
-        self.connection = socket.create_connection(("127.0.0.1", int(parse_qs(parts.query)["door"][0])), timeout=30)
+        self.connection = socket.create_connection(("127.0.0.1", int(parse_qs(parts.query)["door"][0])), timeout=90)
         self.stream = self.connection.makefile("rwb")
 
     def say(self, **question: Any) -> dict[str, Any]:
@@ -90,9 +92,11 @@ def guest(manifest: Manifest) -> Iterator[Guest]:
     opened.leave()
 
 
-def start_engine(guest: Guest, name: str, *sizes: int) -> subprocess.Popen[str]:
-    sent = ",".join(map(str, sizes))
-    return subprocess.Popen([sys.executable, "-c", _ENGINE, guest.store, name, sent], stdout=subprocess.PIPE, text=True)
+def start_engine(
+    guest: Guest, name: str, *sizes: int, backend: str = "gloo", device: str = "cpu"
+) -> subprocess.Popen[str]:
+    words = [guest.store, name, ",".join(map(str, sizes)), backend, device]
+    return subprocess.Popen([sys.executable, "-c", _ENGINE, *words], stdout=subprocess.PIPE, text=True)
 
 
 def test_an_engine_receives_the_bytes_in_the_order_asked_for(guest: Guest) -> None:
@@ -106,7 +110,7 @@ def test_an_engine_receives_the_bytes_in_the_order_asked_for(guest: Guest) -> No
         assert guest.say(op="send", names=names) == {"ready": True}
         assert guest.hear() == {"done": True}
         assert engine.stdout.readline().strip() == hashlib.sha256(raw(*names)).hexdigest()
-    assert engine.wait(30) == 0
+    assert engine.wait(60) == 0
     engine.stdout.close()
 
 
@@ -144,3 +148,24 @@ def test_an_engine_that_is_lost_is_an_error_and_costs_others_nothing(manifest: M
     assert len(other.say(op="sums", members=[["a"]])["sums"]) == 1
     other.leave()
     engine.stdout.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="a GPU for each member")
+def test_from_gpu_to_gpu() -> None:
+    torch.cuda.set_device(0)
+    writer = CollectiveWriter(host="127.0.0.1", bucket_bytes=8192, backend="nccl")
+    guest = Guest(writer.write(1, 0, iter(WEIGHTS.items())))
+    engine = start_engine(guest, "g3", len(raw("a")), len(raw("c", "b")), backend="nccl", device="cuda:1")
+    assert engine.stdout is not None
+    guest.say(op="join", group="g3", world=2)
+    assert guest.hear() == {"done": True}
+    assert engine.stdout.readline() == "joined\n"
+    for names in (("a",), ("c", "b")):
+        assert guest.say(op="send", names=names) == {"ready": True}
+        assert guest.hear() == {"done": True}
+        assert engine.stdout.readline().strip() == hashlib.sha256(raw(*names)).hexdigest()
+    assert engine.wait(60) == 0
+    engine.stdout.close()
+    guest.leave()
+    writer.close()
