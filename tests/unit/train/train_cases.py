@@ -144,7 +144,11 @@ def build_engine(
     offload: bool = False,
 ) -> TrainEngine:
     model = load_language_model(
-        folder, dtype=dtype, layout=actor.mb_spec.packing, gradient_checkpointing=actor.gradient_checkpointing
+        folder,
+        dtype=dtype,
+        layout=actor.mb_spec.packing,
+        gradient_checkpointing=actor.gradient_checkpointing,
+        lora=actor.lora,
     )
     model = exact_norms(model).to(parallel.device)
     policy = PolicyModel(model, replayed_sampling(gconfig or GenerationHyperparameters(), model))
@@ -255,6 +259,13 @@ def recomputed_and_offloaded(parallel, folder: Path):
     return _run(parallel, folder, _actor(gradient_checkpointing=True), *random_batch(seed=2), offload=True)
 
 
+def adapters(parallel, folder: Path):
+    """Every rank draws the same A; the weights compared have the adapters added."""
+    torch.manual_seed(5)
+    actor = _actor(lora={"rank": 3, "alpha": 6}, mb_spec={"packing": "packed"}, optimizer={"lr": 1e-2})
+    return _run(parallel, folder, actor, *random_batch(seed=4))
+
+
 def replayed_processors(parallel, folder: Path):
     gconfig = GenerationHyperparameters(temperature=0.7, min_new_tokens=2)
     return _run(parallel, folder, _actor(), *random_batch(seed=3), gconfig=gconfig)
@@ -317,6 +328,7 @@ SCENARIOS = {
         not_finite_on_one_rank,
         rows_that_nobody_wrote,
         packed_one_token_at_a_time,
+        adapters,
         recomputed_and_offloaded,
         replayed_processors,
         critic_and_reference,
@@ -332,8 +344,15 @@ KINDS = ("untied", "tied")
 
 def cases(ranks: int) -> list[tuple[str, str]]:
     """(kind, scenario): all with two ranks, those that differ by the number of ranks with more."""
-    every = [(kind, name) for kind in KINDS for name in SCENARIOS]
-    few = (uneven_rows, packed_micro_batches, not_finite_on_one_rank, rows_that_nobody_wrote, recomputed_and_offloaded)
+    every = [("tied", name) for name in SCENARIOS] + [("untied", f.__name__) for f in (uneven_rows, single_precision)]
+    few = (
+        uneven_rows,
+        packed_micro_batches,
+        not_finite_on_one_rank,
+        rows_that_nobody_wrote,
+        recomputed_and_offloaded,
+        adapters,
+    )
     return every if ranks == 2 else [("tied", f.__name__) for f in few]
 
 
