@@ -68,7 +68,7 @@ class GuessSettings:
     warm_lr: float = 2e-3
     warm_rows: int = 256
     train_copies: int = 2
-    test_copies: int = 48
+    test_copies: int = 96
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,7 +68,7 @@ def test_random_play_at_the_defaults_hits_less_than_half_the_time() -> None:
 
 def test_every_secret_comes_equally_often(tmp_path: Path) -> None:
     build_guess(tmp_path / "guess", 1, UNTAUGHT)
-    for name, copies in (("train", 2), ("test", 48)):
+    for name, copies in (("train", 2), ("test", 96)):
         secrets = Counter(row["secret"] for row in rows(tmp_path / "guess" / f"{name}.jsonl"))
         assert secrets == dict.fromkeys(range(7), copies)
 
