@@ -7,7 +7,6 @@ forgets on a CPU. It uses private names of vLLM; the version is pinned in ``requ
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,9 +24,10 @@ from vllm.distributed.weight_transfer.base import (
 from areal_like.api.weights import Manifest
 from areal_like.errors import WeightUpdateError
 from areal_like.inference.vllm_plugin.receiver import Receiver, Staged
-from areal_like.weights.checkpoint import EMBEDDING, HEAD, Expected
+from areal_like.weights.checkpoint import HEAD, Expected
 
-_LOG = logging.getLogger(__name__)
+#: parameters up to this size are read back after loading: norms and biases, some in every layer
+_COMPARED_BYTES = 2**20
 
 
 @dataclass
@@ -174,7 +174,7 @@ def _tied_heads(model: torch.nn.Module, *, tied: bool) -> Iterator[Any]:
 def _check_arrived(
     model: torch.nn.Module, staged: dict[str, torch.Tensor], loaded: set[str] | None, *, tied: bool
 ) -> None:
-    """Every parameter was named by the loader; where one still has its checkpoint form, its bytes are compared."""
+    """Every parameter was named by the loader; small ones that keep their checkpoint's form are compared."""
     parameters = dict(model.named_parameters())
     if loaded is not None:
         missed = sorted(parameters.keys() - loaded - ({HEAD} if tied else set()))
@@ -182,8 +182,8 @@ def _check_arrived(
             raise WeightUpdateError(f"parameters {missed[:4]} were not loaded although every tensor came")
     for name, tensor in staged.items():
         live = parameters.get(name)
-        if live is None or live.shape != tensor.shape or name == EMBEDDING:
-            continue  # fused, packed or padded; the embedding is large, and log-probs show it at once
+        if live is None or live.shape != tensor.shape or tensor.nbytes > _COMPARED_BYTES:
+            continue  # fused, packed or padded; or it would cost the pause more than it tells
         if not torch.equal(live.detach().cpu(), tensor.to(live.dtype)):
             raise WeightUpdateError(f"tensor {name!r} was loaded, and the model's parameter differs from it")
 
