@@ -26,8 +26,9 @@ WEIGHTS = dict[str, torch.Tensor]
 
 async def running(line: Line, count: int = 1) -> None:
     """Return once the server has ``count`` requests in hand."""
-    while (await line.link.control.health(timeout=30)).in_flight < count:  # noqa: ASYNC110  # another process
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(120):
+        while (await line.link.control.health(timeout=30)).in_flight < count:  # noqa: ASYNC110  # another process
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("transport", list(TransportKind))
