@@ -106,6 +106,7 @@ async def start_trainer(session: Session, *, store_address: str) -> None:
         spec = TrainWorkerSpec(
             rank=process.index,
             world_size=len(ranks),
+            device=process.device,
             rendezvous=f"file://{session.launcher.socket_folder}/rendezvous",
             model=config.model,
             actor=config.actor,

@@ -8,6 +8,7 @@ asking ejected servers and offers those that answer again to the channel for rea
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from areal_like.client.routing import RoutingView, choose_server
 from areal_like.client.server import Server, ServerState, ServerStatistics
 from areal_like.client.task_scope import leave
 from areal_like.errors import ArealLikeError, ServerUnavailable
+
+_LOG = logging.getLogger(__name__)
 
 #: ``lowest_version`` before the first receipt
 NEVER_ACKNOWLEDGED = -1
@@ -204,6 +207,8 @@ class ServerPool:
         now = asyncio.get_running_loop().time()
         record.leave(reason, now)
         record.readmit_at = now + self._policy.readmission_pause(record.ejections)
+        left = sum(s.state is ServerState.IN_ROTATION for s in self._servers.values())
+        _LOG.warning("%s left the rotation: %s; servers left: %d", server, reason, left)
         self._notify()
 
     async def next_recovered(self) -> str:

@@ -100,10 +100,11 @@ class LoopLagMonitor:
             if self._beaten.wait(self._interval + self._alarm_after):
                 continue
             self._alarms += 1
+            # the stack is for the log file: on a slow machine an import may hold the loop, and nobody is to blame
+            _LOGGER.info("the event loop is stuck at:\n%s", _stack_of(watched))
             _LOGGER.warning(
-                "the event loop has been stuck for %.1f s; blocking work belongs in a thread or process; at:\n%s",
+                "event loop stuck for %.1f s; blocking work belongs in a thread or process; the log says where",
                 self._alarm_after,
-                _stack_of(watched),
             )
             self._beaten.wait()
 

@@ -23,6 +23,7 @@ class TrainWorkerSpec(BaseModel):
 
     rank: int = Field(ge=0)
     world_size: int = Field(ge=1)
+    device: str | None = Field(None, description="torch device the plan gave this rank; default: actor.device by rank")
     rendezvous: str = Field(
         description="init_method of torch.distributed: file:///path (one host; a path never used before) or tcp://host:port"
     )

@@ -72,7 +72,7 @@ class TrainWorker(TrainMethods):
         self._activity = activity
         self._health_address = health_address
         self._version = activity.version = spec.version
-        device = choose_device(actor.device, spec.rank)
+        device = choose_device(actor.device, spec.rank) if spec.device is None else torch.device(spec.device)
         model = load_language_model(
             spec.model.path,
             attention=spec.model.attn_implementation,

@@ -24,6 +24,7 @@ class Alarm(logging.Handler):
 
 
 async def test_the_line_that_blocks_the_loop_is_named_while_it_blocks(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")  # where it is stuck is for the log file
     alarm = Alarm()
     logger = logging.getLogger("areal_like.observe.loop_lag")
     logger.addHandler(alarm)
