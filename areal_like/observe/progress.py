@@ -183,8 +183,8 @@ def closing_table(summary: Summary, *, title: str) -> Table:
             f"servers paused {summary.pause_seconds_total:.2f} s"
         ),
         "interrupted": (
-            f"{summary.interrupted_requests:,} requests; {summary.multi_version_trajectories:,} trajectories "
-            f"of several versions"
+            f"{summary.interrupted_requests:,} requests at a commit; {summary.multi_version_trajectories:,} "
+            f"trajectories of several versions"
         ),
     }
     for name, value in rows.items():
