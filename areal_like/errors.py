@@ -69,4 +69,8 @@ class BreakerTripped(ArealLikeError):
 
 
 class RolloutsEnded(ArealLikeError):
-    """A batch was asked for that will never come: the prompts or the steps are used up, or rollouts were stopped."""
+    """A batch was asked for that will never come: rollouts were stopped, or (PromptsExhausted) nothing is left."""
+
+
+class PromptsExhausted(RolloutsEnded):
+    """A batch was asked for that will never come: the prompts or the steps are used up. All work is done."""

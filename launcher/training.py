@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from areal_like.control.milestones import RunMilestones
 from areal_like.control.publishing import WeightPublisher
 from areal_like.control.supervision import Stop, until_stopped
 from areal_like.control.traced_engine import TracedEngine
-from areal_like.errors import ArealLikeError, RolloutsEnded, RpcError
+from areal_like.errors import ArealLikeError, PromptsExhausted, RolloutsEnded, RpcError
 from areal_like.observe.metrics import MetricsFile
 from areal_like.observe.progress import RunProgress, closing_table
 from areal_like.observe.summary import Summary
@@ -227,8 +227,7 @@ async def _run_loop(context: RunContext, parts: Parts, journal: RunJournal, trac
         )
 
         async def whole() -> None:
-            with suppress(RolloutsEnded):  # the loop was asked to stop, or no prompt is left
-                await loop.run()
+            await until_no_batch_is_left(loop.run(), stop)
             await parts.rollouts.stop()
             if not stop.asked:
                 await milestones.after_training(loop.state)
@@ -240,6 +239,21 @@ async def _run_loop(context: RunContext, parts: Parts, journal: RunJournal, trac
         milestones.cancel()
         for watcher in watchers:
             watcher.cancel()
+
+
+async def until_no_batch_is_left(loop: Awaitable[None], stop: Stop) -> None:
+    """Run the training loop to its end: all steps, the last prompt, or the wish to stop.
+
+    Raises:
+        RolloutsEnded: rollouts ended, although nobody asked them to.
+    """
+    try:
+        await loop
+    except PromptsExhausted as error:
+        logger.warning("%s", error)
+    except RolloutsEnded:
+        if not stop.asked:
+            raise
 
 
 async def _save_before_leaving(milestones: RunMilestones, trainer: TrainerGroup, version: int) -> None:

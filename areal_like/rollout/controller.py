@@ -21,12 +21,13 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from areal_like.api.trajectory import Batch, GroupTag
-from areal_like.errors import RolloutsEnded
+from areal_like.errors import ArealLikeError, PromptsExhausted, RolloutsEnded
 from areal_like.rollout.admission import AdmissionVerdict
 from areal_like.rollout.batch_rule import BatchDecision, BatchVerdict
 from areal_like.rollout.cursor import PromptCursor
-from areal_like.rollout.executor import GroupExecutor, GroupRun
-from areal_like.rollout.failure import root_of
+from areal_like.rollout.episode import is_our_cancellation
+from areal_like.rollout.executor import GroupEnded, GroupExecutor, GroupRun
+from areal_like.rollout.failure import headline_of, root_of
 from areal_like.rollout.ledger import GroupLedger
 from areal_like.rollout.lifecycle import GroupState
 from areal_like.rollout.statistics import GroupExit, RolloutStatistics, RolloutTally
@@ -82,7 +83,7 @@ class RolloutController:
         self._may_take = asyncio.Event()
         self._taking = False
         self._stopping = False
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
         self._failed = asyncio.Event()
         self._last_verdict: BatchVerdict | None = None
         self._producer: asyncio.Task[None] | None = None
@@ -104,7 +105,7 @@ class RolloutController:
         Raises:
             BreakerTripped: episodes keep failing.
             NoServerAvailable: nothing can generate any more.
-            RolloutsEnded: the batch will never come.
+            RolloutsEnded: the batch will never come; PromptsExhausted, if all that there was to do is done.
             ValueError: ``version`` is not the number of batches taken so far.
         """
         if self._taking:
@@ -192,7 +193,9 @@ class RolloutController:
                         self._start(groups)
                     await self._may_admit.wait()
                     self._may_admit.clear()
-        except* Exception as failures:  # supervision boundary: whoever waits for a batch must hear of it
+        except BaseException as failures:  # supervision boundary: whoever waits for a batch must hear of it
+            if is_our_cancellation(failures):
+                raise
             self._fail(failures)
         finally:
             self._stopping = True
@@ -212,16 +215,18 @@ class RolloutController:
     def _dispatch(self, group_id: str) -> int:
         if not self._ledger.is_live(group_id):
             # the group was cut, but its user code swallowed the cancellation and goes on: tell it again
-            raise asyncio.CancelledError(f"group {group_id} has ended")
+            raise GroupEnded(f"group {group_id} has ended")
         return self._ledger.dispatch(group_id)
 
     async def _run(self, group: _Group) -> None:
         visit = group.run.visit
         try:
             outcome = await self._executor.run(group.run)
-        except Exception as error:
-            self._fail(error)  # now, not when the last of the other groups has been cancelled
-            raise
+        except BaseException as error:
+            if is_our_cancellation(error):
+                raise
+            # now, not when the last of the other groups has been cancelled
+            raise self._fail(error) from error
         if not self._ledger.is_live(visit.group_id):
             self._executor.discard(outcome.trajectories)
             return
@@ -242,13 +247,15 @@ class RolloutController:
             self._warn_of_barren_filters()
         self._wake()
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> Exception:
+        """Rollouts end for ``error``, if none ended them before. Returns what whoever waits will be told."""
         if self._failure is None:
-            self._failure = root_of(error)
+            self._failure = _as_exception(root_of(error))
             self._failed.set()
             self._stopping = True
-            logger.error("rollouts ended: %s: %s", type(self._failure).__name__, self._failure)
+            logger.error("rollouts ended: %s", headline_of(self._failure))
             self._wake()
+        return self._failure
 
     def _warn_of_barren_filters(self) -> None:
         """A run whose every group is filtered would go on in silence for ever."""
@@ -272,7 +279,7 @@ class RolloutController:
             if decision.verdict is BatchVerdict.TAKE:
                 return decision
             if decision.verdict is BatchVerdict.EXHAUSTED:
-                raise RolloutsEnded(f"no batch for version {version}: no prompt and no training step is left")
+                raise PromptsExhausted(f"no batch for version {version}: no prompt and no training step is left")
             self._may_take.clear()
             await self._may_take.wait()
 
@@ -300,9 +307,10 @@ class RolloutController:
 
     def _drop(self, group_id: str, state: GroupState, *, reason: str) -> GroupExit:
         self._ledger.end(group_id, state)
-        task = self._groups[group_id].task
-        if task is not None:
-            task.cancel()
+        group = self._groups[group_id]
+        group.run.ended = True
+        if group.task is not None:
+            group.task.cancel()
         return self._leave(group_id, state, reason=reason)
 
     def _leave(self, group_id: str, state: GroupState, *, reason: str) -> GroupExit:
@@ -319,3 +327,12 @@ class RolloutController:
     def _wake(self) -> None:
         self._may_admit.set()
         self._may_take.set()
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """``error`` as something that may be raised in another task: a CancelledError or SystemExit may not."""
+    if isinstance(error, Exception):
+        return error
+    failure = ArealLikeError(f"rollouts were ended by {headline_of(error)}")
+    failure.__cause__ = error
+    return failure

@@ -13,6 +13,7 @@ from areal_like.api.trajectory import Trajectory
 from areal_like.api.workflow import EpisodeResult, RolloutWorkflow
 from areal_like.errors import EpisodeError
 from areal_like.rollout.episode_engine import EpisodeIdentity
+from areal_like.rollout.failure import headline_of
 
 
 class Converter(Protocol):
@@ -43,7 +44,7 @@ async def run_episode(
         time_limit: seconds.
 
     Raises:
-        EpisodeError: it ran past the limit, cancelled itself, left the interpreter, or broke the contract.
+        EpisodeError: it ran past the limit, cancelled itself, raised what is no Exception, or broke the contract.
         Exception: whatever the workflow raised.
     """
     deadline = asyncio.timeout(time_limit)
@@ -60,7 +61,8 @@ async def run_episode(
         ) from error
     if result is None:
         return ()
-    return convert(result, group_id=identity.group_id, episode_id=identity.episode_id)
+    with own_cancellation_only(f"the result of episode {identity.episode_id}"):  # it may hold objects of the user's
+        return convert(result, group_id=identity.group_id, episode_id=identity.episode_id)
 
 
 @contextmanager
@@ -68,20 +70,32 @@ def own_cancellation_only(what: str) -> Iterator[None]:
     """Around user code: lets our cancellation of this task through, and turns what the code does to itself into errors.
 
     A ``CancelledError`` that leaks out of it would end the task in silence, and its group would never end; a
-    ``SystemExit`` would end the controller.
+    ``SystemExit`` or ``KeyboardInterrupt`` would end the controller; a panic of a Rust extension passes every
+    ``except Exception``.
 
     Raises:
-        EpisodeError: the code cancelled itself, or called ``sys.exit``.
+        EpisodeError: the code cancelled itself, called ``sys.exit``, or raised another BaseException.
     """
     try:
         yield
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
+    except Exception:
+        raise
+    except BaseException as error:
+        if is_our_cancellation(error):
             raise
-        raise EpisodeError(f"{what} was cancelled by its own code; let no CancelledError out of it") from error
-    except SystemExit as error:
-        raise EpisodeError(f"{what} called exit({error}); return or raise instead") from error
+        if isinstance(error, asyncio.CancelledError):
+            raise EpisodeError(f"{what} was cancelled by its own code; let no CancelledError out of it") from error
+        if isinstance(error, SystemExit):
+            raise EpisodeError(f"{what} called exit({error.code!r}); return or raise instead") from error
+        raise EpisodeError(f"{what} raised {headline_of(error)}, which is no Exception; raise one instead") from error
+
+
+def is_our_cancellation(error: BaseException) -> bool:
+    """Whether we cancelled this task, or its coroutine is being closed, rather than that user code raised this."""
+    if isinstance(error, GeneratorExit):
+        return True
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 def check_versions(trajectories: Sequence[Trajectory], *, stamp: int, episode_id: str) -> None:

@@ -26,6 +26,13 @@ from areal_like.rollout.lifecycle import GroupState
 logger = logging.getLogger(__name__)
 
 
+class GroupEnded(asyncio.CancelledError):
+    """The group of this episode has ended: nothing of it counts any more, not even its failures.
+
+    A cancellation, so that no ``except Exception`` of user code goes on with it.
+    """
+
+
 class TrajectorySink(Protocol):
     """Where finished trajectories are kept until they are trained on."""
 
@@ -48,22 +55,27 @@ class ExecutorSettings:
 class GroupRun:
     """One group under way. ``dispatch`` stamps it at its first request and returns the stamp.
 
-    ``lengths`` holds, per sibling, the tokens that its current try has generated so far.
+    ``lengths`` holds, per sibling, the tokens that its current try has generated so far. ``ended`` is set when the
+    group is cut; from then on ``dispatch`` raises GroupEnded.
     """
 
     visit: PromptVisit
     row: Mapping[str, Any]
     dispatch: Callable[[], int]
     lengths: list[int] = field(default_factory=list)
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOutcome:
-    """``state``: FINISHED with ``trajectories`` stored, or FILTERED or FAILED without any, for ``reason``."""
+    """``state``: FINISHED with ``trajectories`` stored, or another way out without any, for ``reason``."""
 
     state: GroupState
     reason: str
     trajectories: tuple[TrajectoryTag, ...] = ()
+
+
+_ENDED = GroupOutcome(state=GroupState.CANCELLED, reason="the group has ended")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +134,8 @@ class GroupExecutor:
                 for i in range(self._settings.n_samples)
             ]
         results = [task.result() for task in tasks]
+        if group.ended:
+            return _ENDED
         if all(result is None for result in results):
             return GroupOutcome(state=GroupState.FAILED, reason="every episode failed")
         return await self._settle(group, [t for result in results if result for t in result])
@@ -147,9 +161,13 @@ class GroupExecutor:
                 async with asyncio.timeout(self._settings.episode_timeout):
                     verdict = await self._filters.judge(trajectories)
         except Exception as error:  # the user's accept_fn: its group fails, as an episode would
+            if group.ended:
+                return _ENDED
             self._record(error, where=f"accept_fn for group {group.visit.group_id}")
             self._breaker.failure(error)
             return GroupOutcome(state=GroupState.FAILED, reason="accept_fn raised")
+        if group.ended:
+            return _ENDED
         if verdict is not FilterVerdict.KEPT:
             return GroupOutcome(state=GroupState.FILTERED, reason=verdict.value)
         return GroupOutcome(state=GroupState.FINISHED, reason=verdict.value, trajectories=self._store(trajectories))
@@ -164,13 +182,17 @@ class GroupExecutor:
         return tuple(tags)
 
     async def _run_sibling(self, group: GroupRun, sibling: int) -> tuple[Trajectory, ...] | None:
-        """None when the sibling failed for good; empty when its workflow rejected it."""
+        """None when the sibling failed for good, or its group has ended; empty when its workflow rejected it."""
         failures = dict.fromkeys(FailureKind, 0)
         while True:
             identity = EpisodeIdentity(visit=group.visit, sibling=sibling, retry=sum(failures.values()))
             try:
                 trajectories = await self._run_once(group, identity)
+            except GroupEnded:
+                return None
             except Exception as error:  # supervision boundary: user code may raise anything
+                if group.ended:  # whatever it made of its cancellation
+                    return None
                 kind = kind_of(error)
                 if (fatal := no_server_in(error)) is not None:
                     raise fatal from None

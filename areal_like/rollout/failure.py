@@ -46,19 +46,27 @@ def signature_of(error: BaseException) -> str:
     leaf = root_of(error)
     frames = traceback.extract_tb(leaf.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "?"
-    return f"{type(leaf).__qualname__}|{place}|{_VARYING.sub('#', str(leaf))[:200]}"
+    return f"{type(leaf).__qualname__}|{place}|{_VARYING.sub('#', message_of(leaf))[:200]}"
 
 
 def headline_of(error: BaseException) -> str:
     """``Type: message`` on one line."""
     leaf = root_of(error)
-    return f"{type(leaf).__qualname__}: {' '.join(str(leaf).split())[:500]}"
+    return f"{type(leaf).__qualname__}: {' '.join(message_of(leaf).split())[:500]}"
 
 
 def traceback_tail(error: BaseException) -> str:
     """The innermost lines of the traceback, causes included."""
     lines = "".join(traceback.format_exception(root_of(error))).rstrip().splitlines()
     return "\n".join(lines[-TRACEBACK_TAIL:])
+
+
+def message_of(error: BaseException) -> str:
+    """``str(error)``, also where the error is a user's and cannot be shown."""
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"(its message cannot be shown: {type(broken).__qualname__})"
 
 
 def root_of(error: BaseException) -> BaseException:

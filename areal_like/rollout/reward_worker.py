@@ -50,7 +50,11 @@ def describe(error: BaseException) -> str:
     """Type and message of ``error`` on one line, then its traceback from the user's frame on."""
     trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
     lines = "".join(traceback.format_exception(type(error), error, trace))
-    summary = " ".join(f"{type(error).__name__}: {error}".split())
+    try:
+        message = str(error)
+    except Exception:  # of the user's, too
+        message = "(its message cannot be shown)"
+    summary = " ".join(f"{type(error).__name__}: {message}".split())
     return f"{summary[:_MESSAGE]}\n{lines[-_TRACEBACK:]}"
 
 
@@ -60,7 +64,7 @@ def answer(function: Callable[..., Any], request: bytes) -> dict[str, Any]:
     try:
         positional, keywords = pickle.loads(request)
         outcome: dict[str, Any] = {"reward": finite_number(function(*positional, **keywords))}
-    except (Exception, SystemExit) as error:  # supervision boundary: whatever user code raises is an answer
+    except BaseException as error:  # supervision boundary: whatever user code raises is an answer
         outcome = {"error": describe(error)}
     outcome["seconds"] = time.perf_counter() - started
     return outcome
@@ -70,7 +74,7 @@ def serve(channel: socket.socket, path: str) -> None:
     """Answer requests until the parent closes its end."""
     try:
         function = pkgutil.resolve_name(path)
-    except Exception as error:  # supervision boundary: user code runs at import
+    except BaseException as error:  # supervision boundary: user code runs at import
         _send(channel, {"error": describe(error)})
         return
     _send(channel, {"ready": True})

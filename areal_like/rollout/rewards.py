@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from areal_like.config.rewards import RewardsConfig
 from areal_like.errors import RewardError
+from areal_like.rollout.episode import is_our_cancellation
 from areal_like.rollout.plugins import import_callable
 from areal_like.rollout.reward_pool import RewardCounts, RewardPool, RewardStatistics
 from areal_like.rollout.reward_worker import describe, finite_number
@@ -94,7 +95,9 @@ class InlineReward:
             async with limit:
                 value = self._function(*positional, **keywords)
                 return finite_number(await value if inspect.isawaitable(value) else value)
-        except (Exception, SystemExit) as error:  # supervision boundary: whatever user code raises is a failed episode
+        except BaseException as error:  # supervision boundary: whatever user code raises is a failed episode
+            if is_our_cancellation(error):
+                raise
             self._counts.failures += 1
             if limit.expired():
                 self._counts.timeouts += 1

@@ -1,12 +1,13 @@
-"""Which version a checkpoint holds that is saved on the way out."""
+"""How a training run ends, and which version a checkpoint holds that is saved on the way out."""
 
 from __future__ import annotations
 
 import pytest
 
-from areal_like.errors import RpcError
+from areal_like.control.supervision import Stop
+from areal_like.errors import PromptsExhausted, RolloutsEnded, RpcError
 from areal_like.train.group import RankHealth
-from launcher.training import held_version
+from launcher.training import held_version, until_no_batch_is_left
 
 
 @pytest.mark.parametrize(
@@ -26,3 +27,19 @@ def test_a_checkpoint_is_named_after_the_weights_in_it(method: str, at_rank: int
 def test_a_rank_that_does_not_answer_holds_nothing() -> None:
     with pytest.raises(RpcError, match="train-0 does not answer: gone"):
         held_version(RankHealth(rank=0, alive=False, reason="gone"), 3)
+
+
+async def raising(error: Exception) -> None:
+    raise error
+
+
+async def test_rollouts_that_end_unasked_are_an_error() -> None:
+    with pytest.raises(RolloutsEnded, match="were stopped"):
+        await until_no_batch_is_left(raising(RolloutsEnded("rollouts were stopped")), Stop())
+
+
+async def test_the_last_prompt_and_the_wish_to_stop_end_a_run_well() -> None:
+    await until_no_batch_is_left(raising(PromptsExhausted("no prompt is left")), Stop())
+    stop = Stop()
+    stop.ask("SIGINT")
+    await until_no_batch_is_left(raising(RolloutsEnded("rollouts were stopped")), stop)

@@ -20,6 +20,11 @@ def process_id(*_: Any, **data: Any) -> int:
     return os.getpid()
 
 
+class Unshowable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
 def as_told(prompt: str, completions: str, *_: Any, **data: Any) -> Any:
     """Does what ``completions`` says, so that one pool serves every case."""
     match completions:
@@ -39,6 +44,12 @@ def as_told(prompt: str, completions: str, *_: Any, **data: Any) -> Any:
             return 0.0
         case "exit":
             sys.exit(3)
+        case "panic":
+            raise BaseException("in Rust")
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "unshowable":
+            raise Unshowable
         case "die":
             os._exit(4)
         case "hang":

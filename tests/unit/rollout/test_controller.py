@@ -16,7 +16,7 @@ from areal_like.api import (
     Trajectory,
 )
 from areal_like.api.trajectory import Batch
-from areal_like.errors import BreakerTripped, NoServerAvailable, RolloutsEnded
+from areal_like.errors import ArealLikeError, BreakerTripped, NoServerAvailable, PromptsExhausted, RolloutsEnded
 from areal_like.rollout import controller as controller_module
 from areal_like.rollout.admission import AdmissionVerdict, StalenessLimits
 from areal_like.rollout.batch_rule import BatchVerdict, OnStale
@@ -24,7 +24,7 @@ from areal_like.rollout.breaker import Breaker
 from areal_like.rollout.controller import RolloutController
 from areal_like.rollout.convert import to_trajectories
 from areal_like.rollout.cursor import PromptCursor
-from areal_like.rollout.executor import ExecutorSettings, GroupExecutor
+from areal_like.rollout.executor import ExecutorSettings, GroupExecutor, GroupRun
 from areal_like.rollout.filters import GroupFilters
 from areal_like.rollout.ledger import GroupLedger
 from areal_like.rollout.lifecycle import GroupState
@@ -274,6 +274,49 @@ async def test_a_run_that_keeps_nothing_says_so(caplog: pytest.LogCaptureFixture
     assert "filtered/rejected" in warnings[0]
 
 
+class Panic(BaseException):
+    """No Exception."""
+
+
+@pytest.mark.parametrize("error", [Panic("in Rust"), asyncio.CancelledError("stray")])
+async def test_what_is_no_exception_ends_the_wait_with_an_error(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(group: GroupRun) -> None:
+        raise error
+
+    monkeypatch.setattr(GroupExecutor, "run", staticmethod(fails))
+    bench = Bench()
+    async with bench.controller as controller:
+        bench.publish(0)
+        with pytest.raises(ArealLikeError, match=rf"rollouts were ended by {type(error).__name__}") as raised:
+            await controller.take_batch(0)
+        assert raised.value.__cause__ is error
+        assert not isinstance(raised.value, RolloutsEnded)
+
+
+async def test_a_cut_groups_episode_that_goes_on_is_no_failure() -> None:
+    gate, over = asyncio.Event(), asyncio.Event()
+
+    async def episode(engine: InferenceEngine, index: int) -> Trajectory:
+        if index == 1:
+            return await generate(engine, index)
+        await gate.wait()
+        try:
+            return await generate(engine, index)  # before the cancellation has reached this task
+        finally:
+            over.set()
+
+    bench = Bench(episode, breaker_limit=1)
+    async with bench.controller as controller:
+        bench.publish(0)
+        await until(lambda: controller.statistics().finished == 1)
+        gate.set()
+        await controller.stop()
+        assert over.is_set()
+        assert controller.statistics().episodes.failed == 0
+
+
 async def test_without_a_server_the_wait_ends() -> None:
     async def episode(engine: InferenceEngine, index: int) -> Trajectory:
         raise NoServerAvailable("none in rotation")
@@ -436,7 +479,7 @@ async def test_the_last_batch_may_be_smaller_and_then_it_ends() -> None:
         last = await controller.take_batch(1)
         assert prompts(last) == [2]
         controller.release(last)
-        with pytest.raises(RolloutsEnded, match="no prompt"):
+        with pytest.raises(PromptsExhausted, match="no prompt"):
             await controller.take_batch(2)
 
 

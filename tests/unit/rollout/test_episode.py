@@ -106,6 +106,27 @@ async def test_a_workflow_that_exits_has_failed() -> None:
         await run(episode)
 
 
+class Panic(BaseException):
+    """As pyo3's PanicException: no Exception."""
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (Panic("in Rust"), "raised Panic: in Rust, which is no Exception"),
+        (KeyboardInterrupt(), "raised KeyboardInterrupt"),
+        (BaseExceptionGroup("tasks", [Panic("one")]), "raised Panic: one"),
+    ],
+)
+async def test_a_workflow_that_raises_what_is_no_exception_has_failed(error: BaseException, message: str) -> None:
+    async def episode(data: dict[str, Any]) -> None:
+        raise error
+
+    with pytest.raises(EpisodeError, match=message) as raised:
+        await run(episode)
+    assert raised.value.__cause__ is error
+
+
 async def test_our_own_cancellation_comes_through() -> None:
     started = asyncio.Event()
 

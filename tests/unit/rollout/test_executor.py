@@ -19,7 +19,7 @@ from areal_like.errors import BreakerTripped, NoServerAvailable, RequestError, R
 from areal_like.rollout.breaker import Breaker
 from areal_like.rollout.convert import to_trajectories
 from areal_like.rollout.cursor import PromptVisit
-from areal_like.rollout.executor import ExecutorSettings, GroupExecutor, GroupOutcome, GroupRun
+from areal_like.rollout.executor import ExecutorSettings, GroupEnded, GroupExecutor, GroupOutcome, GroupRun
 from areal_like.rollout.filters import GroupFilters
 from areal_like.rollout.lifecycle import GroupState
 from areal_like.rollout.store import StoreFull, TrajectoryStore
@@ -235,6 +235,28 @@ async def test_nothing_but_failures_trips_the_breaker() -> None:
 
     with pytest.RaisesGroup(pytest.RaisesExc(BreakerTripped, match="ValueError: always")):
         await Bench(episode, n_samples=1, retries=100, breaker_limit=5).run()
+
+
+@pytest.mark.parametrize("made_of_it", [None, KeyError("of the user's"), GroupEnded()])
+async def test_nothing_of_an_ended_group_counts(made_of_it: BaseException | None) -> None:
+    async def episode(engine: InferenceEngine, call: int) -> Trajectory:
+        bench.group.ended = True
+        bench.group.dispatch = ended
+        try:
+            return await generate(engine, call)
+        except GroupEnded:
+            if made_of_it is None:
+                return row()
+            raise made_of_it from None
+
+    def ended() -> int:
+        raise GroupEnded
+
+    bench = Bench(episode)
+    assert (await bench.run()).state is GroupState.CANCELLED
+    statistics = bench.executor.statistics()
+    assert (statistics.failed, statistics.accepted, statistics.breaker.total) == (0, 0, 0)
+    assert bench.store.statistics().puts == 0
 
 
 async def test_tokens_older_than_the_stamp_are_a_failed_episode() -> None:

@@ -85,3 +85,14 @@ def test_a_traceback_tail_is_short_and_holds_the_innermost_frames() -> None:
     tail = traceback_tail(caught.value)
     assert len(tail.splitlines()) == 12
     assert tail.endswith("ValueError: at the bottom")
+
+
+class Unshowable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def test_an_error_that_cannot_be_shown_is_still_told() -> None:
+    assert headline_of(Unshowable()) == "Unshowable: (its message cannot be shown: ValueError)"
+    assert signature_of(Unshowable()).startswith("Unshowable|")
+    assert "Unshowable" in traceback_tail(Unshowable())

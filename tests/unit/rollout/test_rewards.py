@@ -73,6 +73,9 @@ async def test_a_raising_function_is_an_error_with_its_traceback_and_never_a_rew
         ("none", r"TypeError: it returned None \(NoneType\), not a number"),
         ("text", r"TypeError: it returned '1.0' \(str\), not a number"),
         ("exit", "SystemExit: 3"),
+        ("panic", "BaseException: in Rust"),
+        ("interrupt", "KeyboardInterrupt"),
+        ("unshowable", r"Unshowable: \(its message cannot be shown\)"),
     ],
 )
 @pytest.mark.parametrize("workers", [0, 1])
