@@ -94,8 +94,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `areal-like plan ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+    except OSError as error:  # a full disk, most often: wherever it was met, there is nothing to debug in our code
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{error.strerror or error}", EXIT_FAILED)
 
 
-def _fail(error: Exception, status: int) -> int:
+def _fail(error: Exception | str, status: int) -> int:
     print(f"areal-like: error: {error}", file=sys.stderr)
     return status

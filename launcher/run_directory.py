@@ -7,13 +7,15 @@ import fcntl
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from areal_like.config.paths import RunPaths
-from areal_like.errors import ConfigError
+from areal_like.errors import ArealLikeError, ConfigError
+from areal_like.observe.disk import FULL
 from launcher.leftovers import sweep
 
 #: what a lock file's run id must look like before anything is removed in its name
@@ -29,18 +31,22 @@ class Holder:
 
 
 def check_run_directory(paths: RunPaths, *, force: bool) -> None:
-    """Check that a run may use its folder now; changes nothing.
+    """Check that a run may use its folder now; leaves nothing behind.
 
     Raises:
-        ConfigError: another process runs in it, or it holds an earlier run and ``force`` is false.
+        ConfigError: the folder cannot be made or written; another process runs in it; or it holds an earlier run and
+            ``force`` is false.
+        ArealLikeError: the disk is full.
     """
-    if paths.lock.exists():
-        with paths.lock.open("r+") as file:
-            if not _try_lock(file.fileno()):
-                raise ConfigError(_running_message(paths, _read_holder(paths.lock)))
-            fcntl.flock(file.fileno(), fcntl.LOCK_UN)
-    if not force and _holds_a_run(paths):
-        raise ConfigError(_occupied_message(paths))
+    with _told(paths):
+        _check_usable(paths)
+        if paths.lock.exists():
+            with paths.lock.open("r+") as file:
+                if not _try_lock(file.fileno()):
+                    raise ConfigError(_running_message(paths, _read_holder(paths.lock)))
+                fcntl.flock(file.fileno(), fcntl.LOCK_UN)
+        if not force and _holds_a_run(paths):
+            raise ConfigError(_occupied_message(paths))
 
 
 @contextlib.contextmanager
@@ -51,26 +57,60 @@ def claim_run_directory(paths: RunPaths, *, run_id: str, force: bool) -> Iterato
     ends with this process, however that ends.
 
     Raises:
-        ConfigError: as :func:`check_run_directory`.
+        ConfigError, ArealLikeError: as :func:`check_run_directory`.
     """
-    paths.lock.parent.mkdir(parents=True, exist_ok=True)
-    with paths.lock.open("a+") as file:
-        if not _try_lock(file.fileno()):
-            raise ConfigError(_running_message(paths, _read_holder(paths.lock)))
-        last = _read_holder(paths.lock)
-        if last is not None:
-            sweep(last.run_id)
-        moved = None
-        if _holds_a_run(paths):
-            if not force:
-                raise ConfigError(_occupied_message(paths))
-            moved = _move_aside(paths.root)
-        file.seek(0)
-        file.truncate()
-        json.dump({"pid": os.getpid(), "run_id": run_id}, file)
-        file.flush()
-        paths.create()
+    with contextlib.ExitStack() as stack:
+        with _told(paths):
+            _check_usable(paths)
+            paths.lock.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(paths.lock.open("ab", buffering=0))
+            moved = _take(paths, file.fileno(), run_id=run_id, force=force)
         yield moved
+
+
+def _take(paths: RunPaths, lock: int, *, run_id: str, force: bool) -> Path | None:
+    """Lock the open file ``lock``, and make the folder; returns where an earlier run was moved to."""
+    if not _try_lock(lock):
+        raise ConfigError(_running_message(paths, _read_holder(paths.lock)))
+    last = _read_holder(paths.lock)
+    if last is not None:
+        sweep(last.run_id)
+    moved = None
+    if _holds_a_run(paths):
+        if not force:
+            raise ConfigError(_occupied_message(paths))
+        moved = _move_aside(paths.root)
+    os.ftruncate(lock, 0)
+    os.write(lock, json.dumps({"pid": os.getpid(), "run_id": run_id}).encode())
+    paths.create()
+    return moved
+
+
+@contextlib.contextmanager
+def _told(paths: RunPaths) -> Iterator[None]:
+    """An OSError of the body, in words: a full disk is no fault of the experiment, anything else is."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{error.filename or paths.root}: {error.strerror or error}"
+        if error.errno in FULL:
+            raise ArealLikeError(f"{what}; free space on its disk, or set runs_dir to another") from error
+        raise ConfigError(f"runs_dir: {what}; set runs_dir to a folder that can be written") from error
+
+
+def _check_usable(paths: RunPaths) -> None:
+    """The folders that are missing can be made. Only trying tells: root may write everywhere but on /proc."""
+    for path in (paths.root, *paths.root.parents):
+        if os.path.lexists(path):
+            if not path.is_dir():
+                raise ConfigError(f"runs_dir: {path} is no folder; set runs_dir to a folder that can be written")
+            break
+    folder = next(path for path in paths.root.parents if path.is_dir())
+    longest = os.pathconf(folder, "PC_NAME_MAX")
+    for name in (*paths.root.parts, paths.lock.name):
+        if len(os.fsencode(name)) > longest:
+            raise ConfigError(f"runs_dir: {name!r:.60} is too long for a file's name ({longest} bytes); shorten it")
+    os.rmdir(tempfile.mkdtemp(prefix=".areal-like-", dir=folder))
 
 
 def _holds_a_run(paths: RunPaths) -> bool:

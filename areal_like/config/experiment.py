@@ -23,16 +23,19 @@ from areal_like.config.weights import WeightsConfig
 _UNTRAINABLE = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "frequency_penalty": 0.0, "greedy": False}
 
 
+#: names become folders (255 bytes on most disks), with room for what is put around them
+_LONGEST_NAME = 200
+
 #: a flag's value: true is the bare flag, false its ``--no-`` form, null leaves it out, a mapping becomes JSON
 EngineFlag = bool | int | float | str | list[Any] | dict[str, Any] | None
 
 
 class ExperimentConfig(Section):
-    experiment_name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
-    trial_name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
-    seed: int = Field(1, ge=0)
+    experiment_name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=_LONGEST_NAME)
+    trial_name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=_LONGEST_NAME)
+    seed: int = Field(1, ge=0, le=2**63 - 1)
     total_train_steps: int = Field(ge=1)
-    runs_dir: str = Field("runs", description="folder that holds <experiment_name>/<trial_name>")
+    runs_dir: str = Field("runs", pattern=r"^[^\x00]*$", description="folder that holds <experiment_name>/<trial_name>")
     model: ModelConfig
     train_dataset: TrainDatasetConfig
     valid_dataset: ValidDatasetConfig | None = None

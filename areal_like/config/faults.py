@@ -37,6 +37,7 @@ _RULES: Mapping[str, str] = {
     "literal_error": "must be one of {expected}",
     "enum": "must be one of {expected}",
     "string_pattern_mismatch": "must match {pattern}",
+    "string_too_long": "must have at most {max_length} characters",
     "string_too_short": "must have at least {min_length} characters",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ class RunPaths:
 
     @classmethod
     def of(cls, config: ExperimentConfig) -> RunPaths:
-        return cls(root=Path(config.runs_dir).resolve() / config.experiment_name / config.trial_name)
+        return cls(root=Path(os.path.realpath(config.runs_dir)) / config.experiment_name / config.trial_name)
 
     @property
     def lock(self) -> Path:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from areal_like.observe.disk import writing
 from areal_like.observe.figures import non_finite, tidy
 
 
@@ -26,24 +28,32 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._file = path.open("a", encoding="utf-8")
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8")
         self._lines = 0
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write one line and hand it to the operating system: a killed run keeps it."""
+        """Write one line and hand it to the operating system: a killed run keeps it.
+
+        Raises:
+            ArealLikeError: the disk is full or gone.
+        """
         bad = non_finite(record)
         line = {**record, "non_finite": bad} if bad else record
-        self._file.write(json.dumps(tidy(line), allow_nan=False) + "\n")
-        self._file.flush()
+        text = json.dumps(tidy(line), allow_nan=False) + "\n"
+        with writing(self.path):
+            self._file.write(text)
+            self._file.flush()
         self._lines += 1
 
     def statistics(self) -> MetricsStatistics:
         return MetricsStatistics(lines=self._lines, bytes=self.path.stat().st_size)
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # every line was flushed, or its error told, when it was written
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from areal_like.observe.disk import writing
 from areal_like.observe.figures import tidy
 
 
@@ -65,10 +67,21 @@ class Summary:
         return tidy({**extra, **figures})  # type: ignore[no-any-return]
 
     def write(self, path: Path) -> None:
-        """Write the file at once and whole: a reader sees the old one or the new one."""
+        """Write the file at once and whole: a reader sees the old one or the new one.
+
+        Raises:
+            ArealLikeError: the disk is full or gone.
+        """
         aside = path.with_name(f".{path.name}.{os.getpid()}")
-        aside.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
-        aside.replace(path)
+        text = json.dumps(self.to_dict(), indent=2) + "\n"
+        with writing(path):
+            try:
+                aside.write_text(text, encoding="utf-8")
+                aside.replace(path)
+            except OSError:
+                with suppress(OSError):
+                    aside.unlink(missing_ok=True)
+                raise
 
 
 class RunTally:

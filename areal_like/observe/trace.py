@@ -10,14 +10,16 @@ A *track* is a named row. Spans of one track that overlap in time go to lanes be
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+_LOG = logging.getLogger(__name__)
 #: events kept in memory between two writes
 _BUFFERED = 512
 #: events a file may hold (about 100 bytes each): a run of days must not fill the disk
@@ -34,7 +36,8 @@ class TraceStatistics:
 class Tracer:
     """Writes spans, instants and counters; a context manager. ``path=None`` records nothing, at almost no cost.
 
-    Not thread-safe: one tracer a thread. ``now`` reads monotonic nanoseconds.
+    Not thread-safe: one tracer a thread. ``now`` reads monotonic nanoseconds. A timeline is never worth a run: a disk
+    that is full or gone switches the tracer off, with one warning.
     """
 
     def __init__(
@@ -55,11 +58,16 @@ class Tracer:
         self._lines: list[str] = []
         self._lane_ends: dict[str, list[int]] = {}
         self._thread_ids: dict[tuple[str, int], int] = {}
+        self._path = path
         self._file = None
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("w", encoding="utf-8")
-            self._file.write("[\n")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = path.open("w", encoding="utf-8")
+            except OSError as error:
+                self._switch_off(error)
+                return
+            self._lines.append("[\n")
             self._write({"ph": "M", "name": "process_name", "pid": process_id, "args": {"name": process}})
 
     @property
@@ -99,8 +107,11 @@ class Tracer:
 
     def flush(self) -> None:
         if self._file is not None:
-            self._file.write("".join(self._lines))
-            self._file.flush()
+            try:
+                self._file.write("".join(self._lines))
+                self._file.flush()
+            except OSError as error:
+                self._switch_off(error)
         self._lines.clear()
 
     def close(self) -> None:
@@ -115,8 +126,7 @@ class Tracer:
         }
         self._lines.append(json.dumps(closing) + "\n]\n")
         self.flush()
-        self._file.close()
-        self._file = None
+        self._let_go()
 
     def statistics(self) -> TraceStatistics:
         return TraceStatistics(events=self._events, dropped=self._dropped, tracks=len(self._lane_ends))
@@ -128,6 +138,16 @@ class Tracer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _switch_off(self, error: OSError) -> None:
+        _LOG.warning("%s: cannot be written (%s); the run goes on without it", self._path, error.strerror or error)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # closing writes again what could not be written
+                file.close()
 
     def _take_room(self) -> bool:
         if self._events >= self._room:

@@ -7,6 +7,7 @@ import sys
 
 from areal_like.config.load import dump_resolved, load_config
 from areal_like.config.paths import RunPaths
+from areal_like.observe.disk import writing
 from launcher.checks import check_experiment
 from launcher.environment import quiet_own_threads
 from launcher.leftovers import new_run_id
@@ -23,7 +24,8 @@ def run(arguments: argparse.Namespace) -> int:
     with claim_run_directory(paths, run_id=run_id, force=arguments.force) as moved:
         if moved is not None:
             print(f"areal-like: the earlier run is now in {moved}", file=sys.stderr)
-        paths.resolved_config.write_text(dump_resolved(config), encoding="utf-8")
+        with writing(paths.resolved_config):
+            paths.resolved_config.write_text(dump_resolved(config), encoding="utf-8")
         from launcher.run import run_experiment
 
         return run_experiment(config, paths=paths, run_id=run_id, live=False if arguments.plain else None)

@@ -63,3 +63,18 @@ def test_a_named_advantage_is_read_back_from_the_resolved_file() -> None:
 def test_evaluation_may_sample_as_it_likes() -> None:
     config = config_from_mapping(_tree(eval_gconfig={"top_p": 0.9}))
     assert config.evaluation_gconfig.top_p == 0.9
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"seed": 2**63}, "seed: must be at most 9223372036854775807; got 9223372036854775808"),
+        ({"trial_name": "x" * 201}, "trial_name: must have at most 200 characters"),
+        ({"experiment_name": "x" * 201}, "experiment_name: must have at most 200 characters"),
+        ({"runs_dir": "a\0b"}, "runs_dir: must match"),
+    ],
+)
+def test_what_no_run_could_bear_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_from_mapping(_tree(**changes))
+    assert said in str(caught.value)

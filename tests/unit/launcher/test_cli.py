@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -124,3 +125,14 @@ def test_a_reader_that_closes_early_is_no_traceback(experiment_file: Path) -> No
     command = f"{sys.executable} -m launcher plan {experiment_file} | head -c 1"
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert "Traceback" not in ended.stderr
+
+
+def test_a_full_disk_is_exit_code_1_with_one_message(
+    experiment_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", "/runs/a/logs/train-0.log")
+
+    monkeypatch.setattr("launcher.commands.plan.run", full)
+    assert main(["plan", str(experiment_file)]) == 1
+    assert capsys.readouterr().err == "areal-like: error: /runs/a/logs/train-0.log: No space left on device\n"

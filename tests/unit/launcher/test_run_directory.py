@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from areal_like.config.paths import RunPaths
-from areal_like.errors import ConfigError
+from areal_like.errors import ArealLikeError, ConfigError
 from areal_like.weights.segments import list_segments, segment_name, segment_path
 from launcher.leftovers import make_socket_folder, new_run_id
 from launcher.run_directory import check_run_directory, claim_run_directory
@@ -92,3 +95,59 @@ def test_a_lock_file_that_says_nothing_steers_nothing(paths: RunPaths, text: str
     paths.lock.write_text(text)
     with claim_run_directory(paths, run_id="0123abcd", force=False):
         pass
+
+
+def in_a_file(folder: Path) -> Path:
+    (folder / "file").touch()
+    return folder / "file"
+
+
+def in_a_loop(folder: Path) -> Path:
+    (folder / "loop").symlink_to(folder / "loop")
+    return folder / "loop"
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        in_a_file,
+        in_a_loop,
+        lambda folder: in_a_file(folder) / "runs",
+        lambda _: Path("/proc/nope"),
+        lambda folder: folder / ("x" * 300),
+        lambda folder: folder.joinpath(*["y" * 200] * 30),
+    ],
+)
+def test_runs_that_can_be_kept_nowhere_are_a_fault(tmp_path: Path, runs: Callable[[Path], Path]) -> None:
+    paths = RunPaths(root=runs(tmp_path) / "sums" / "cpu")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=r"^runs_dir: "):
+        check_run_directory(paths, force=False)
+    with pytest.raises(ConfigError, match=r"^runs_dir: "), claim_run_directory(paths, run_id="0123abcd", force=False):
+        pass
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_run_in_place_of_a_file_is_a_fault(paths: RunPaths) -> None:
+    paths.root.parent.mkdir()
+    paths.root.touch()
+    with pytest.raises(ConfigError, match=r"cpu is no folder; set runs_dir"):
+        check_run_directory(paths, force=True)
+
+
+def test_a_full_disk_is_no_fault_of_the_experiment(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with (
+        pytest.raises(ArealLikeError, match="No space left on device; free space on its disk") as caught,
+        claim_run_directory(paths, run_id="0123abcd", force=False),
+    ):
+        pass
+    assert not isinstance(caught.value, ConfigError)
+
+
+def test_checking_leaves_nothing_behind(paths: RunPaths, tmp_path: Path) -> None:
+    check_run_directory(paths, force=False)
+    assert list(tmp_path.iterdir()) == []

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from areal_like.errors import ArealLikeError
 from areal_like.observe.figures import tidy
 from areal_like.observe.metrics import MetricsFile, read_metrics
 
@@ -66,3 +67,15 @@ def test_a_half_written_last_line_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\n{"step": 2')
     assert list(read_metrics(path)) == [{"step": 1}]
+
+
+def test_a_full_disk_is_one_clear_error() -> None:
+    said = r"/dev/full: cannot be written: No space left on device; free space on its disk, or set runs_dir"
+    with pytest.raises(ArealLikeError, match=said), MetricsFile(Path("/dev/full")) as metrics:
+        metrics.write({"step": 1})
+
+
+def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ArealLikeError, match=r"m\.jsonl: cannot be written: .*; see to its disk"):
+        MetricsFile(tmp_path / "file" / "m.jsonl")

@@ -4,6 +4,9 @@ import json
 import math
 from pathlib import Path
 
+import pytest
+
+from areal_like.errors import ArealLikeError
 from areal_like.observe.summary import GroupCounts, RunTally
 
 
@@ -61,3 +64,12 @@ def test_a_reward_that_is_no_number_is_null() -> None:
     tally.trained(reward=math.nan, tokens=1)
     summary = tally.summary(seconds=1, groups=GroupCounts(), generated_tokens=0)
     assert summary.to_dict()["reward_first"] is None
+
+
+def test_a_summary_that_cannot_be_written_is_one_clear_error_and_leaves_nothing(tmp_path: Path) -> None:
+    summary = RunTally().summary(seconds=1.0, groups=GroupCounts(), generated_tokens=0)
+    (tmp_path / "summary.json").mkdir()
+    for path in (tmp_path / "gone" / "summary.json", tmp_path / "summary.json"):
+        with pytest.raises(ArealLikeError, match=r"summary\.json: cannot be written: "):
+            summary.write(path)
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]

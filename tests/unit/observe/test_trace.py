@@ -124,3 +124,27 @@ def test_a_thousand_spans_cost_little(tmp_path: Path) -> None:
             with tracer.span("episodes", "episode", number=number):
                 pass
         assert time.process_time() - began < 0.2  # measured: 0.01
+
+
+def test_a_full_disk_switches_the_tracer_off_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with Tracer(Path("/dev/full"), process="p") as tracer:
+        for _ in range(3):
+            for _ in range(600):
+                tracer.instant("track", "moment")
+            tracer.flush()
+        assert not tracer.enabled
+    assert len(caplog.records) == 1
+    assert "/dev/full: cannot be written (No space left on device); the run goes on without it" in caplog.text
+
+
+def test_a_full_disk_met_at_the_end_is_a_warning_too(caplog: pytest.LogCaptureFixture) -> None:
+    with Tracer(Path("/dev/full"), process="p") as tracer:
+        tracer.instant("track", "moment")
+    assert len(caplog.records) == 1
+
+
+def test_a_trace_that_cannot_be_opened_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    with Tracer(tmp_path / "file" / "trace.json", process="p") as tracer, tracer.span("track", "work"):
+        assert not tracer.enabled
+    assert "cannot be written (File exists)" in caplog.text
