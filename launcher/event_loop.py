@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -34,6 +35,8 @@ FORCE_AFTER = 9.0
 FORCE_AFTER_REPEATED = 5.0
 #: seconds that killed children get to be gone
 _KILL_WAIT = 0.5
+#: seconds that a run which user code broke out of gets to end in order
+_UNWIND_GRACE = 6.0
 #: seconds that tasks left over at the end get to be cancelled
 _TASKS_GRACE = 1.0
 
@@ -50,6 +53,7 @@ def run_to_end(main: Callable[[Stop], Coroutine[Any, Any, None]], *, run_id: str
     """Run ``main`` on uvloop, with Ctrl-C, SIGTERM and SIGHUP as wishes to stop; returns the exit status.
 
     Raises:
+        ArealLikeError: user code raised KeyboardInterrupt or SystemExit in a task of its own, which stops the loop.
         Exception: what ``main`` raised, the first of it where it was a group.
     """
     stop = Stop()
@@ -65,10 +69,16 @@ def run_to_end(main: Callable[[Stop], Coroutine[Any, Any, None]], *, run_id: str
 
     loop = uvloop.new_event_loop()
     with _signals(loop, stop, run_id):
+        running = loop.create_task(guarded(), name="run")
         try:
-            return loop.run_until_complete(guarded())
+            return loop.run_until_complete(running)
+        except (KeyboardInterrupt, SystemExit) as error:  # never a signal's: those have handlers
+            raise ArealLikeError(
+                f"user code raised {type(error).__name__} in a task of its own, which ends the event loop; "
+                f"raise an Exception instead"
+            ) from error
         finally:
-            _close(loop)
+            _close(loop, running, run_id)
 
 
 @contextmanager
@@ -95,16 +105,39 @@ def _signals(loop: asyncio.AbstractEventLoop, stop: Stop, run_id: str) -> Iterat
             signal.signal(number, earlier)
 
 
-def _close(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel what is left, and close; ``asyncio.Runner`` would wait for ever for a task that refuses."""
+def _close(loop: asyncio.AbstractEventLoop, running: asyncio.Task[int], run_id: str) -> None:
+    """Cancel what is left, and close; ``asyncio.Runner`` would wait for ever for a task that refuses.
+
+    Where user code broke out of the loop, the run itself is left, too: it ends in order first, if it does at all.
+    """
+    in_order = running.done() and (running.cancelled() or isinstance(running.exception(), Exception | None))
     try:
-        if tasks := asyncio.all_tasks(loop):
-            for task in tasks:
-                task.cancel()
-            loop.run_until_complete(asyncio.wait(tasks, timeout=_TASKS_GRACE))
-        loop.run_until_complete(loop.shutdown_asyncgens())
+        if not running.done():
+            _end_tasks(loop, {running}, _UNWIND_GRACE)
+        _end_tasks(loop, asyncio.all_tasks(loop), _TASKS_GRACE)
+        _run_to_end_of(loop, loop.shutdown_asyncgens())
     finally:
         loop.close()
+        if not in_order:
+            _kill_children()
+            sweep(run_id)
+
+
+def _end_tasks(loop: asyncio.AbstractEventLoop, tasks: set[asyncio.Task[Any]], seconds: float) -> None:
+    """Cancel ``tasks`` and wait for them, however often user code breaks out of the loop meanwhile."""
+    deadline = time.monotonic() + seconds
+    for task in tasks:
+        task.cancel()
+    while (left := {task for task in tasks if not task.done()}) and time.monotonic() < deadline:
+        _run_to_end_of(loop, asyncio.wait(left, timeout=max(0.0, deadline - time.monotonic())))
+    for task in tasks:
+        if task.done() and not task.cancelled():
+            task.exception()  # seen: the error that ended the run is the one to tell
+
+
+def _run_to_end_of(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, object]) -> None:
+    with suppress(KeyboardInterrupt, SystemExit):  # of user code's tasks
+        loop.run_until_complete(work)
 
 
 def _end_by_force(run_id: str, number: int) -> NoReturn:
@@ -115,10 +148,14 @@ def _end_by_force(run_id: str, number: int) -> NoReturn:
         f"cancellation; ended by force\n"
     )
     sys.stderr.flush()
+    _kill_children()
+    sweep(run_id)
+    os._exit(128 + number)
+
+
+def _kill_children() -> None:
     children = psutil.Process().children(recursive=True)
     for child in children:
         with suppress(psutil.NoSuchProcess):
             child.kill()
     psutil.wait_procs(children, timeout=_KILL_WAIT)
-    sweep(run_id)
-    os._exit(128 + number)

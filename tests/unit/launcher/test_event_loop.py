@@ -21,6 +21,7 @@ import asyncio, subprocess, sys, threading, time
 from launcher import event_loop
 
 event_loop.FORCE_AFTER, event_loop.FORCE_AFTER_REPEATED, event_loop._TASKS_GRACE = 1.0, 0.2, 0.2
+event_loop._UNWIND_GRACE = 2.0
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
 
 def say():
@@ -54,6 +55,31 @@ async def waits_for_a_thread(stop):
     asyncio.get_running_loop().run_in_executor(None, time.sleep, 1000)
     await follows(stop)
 
+async def breaks(error):
+    raise error
+
+async def is_broken(stop, error, again=None, deaf=False):
+    tasks = [asyncio.create_task(breaks(error))]
+    say()
+    try:
+        await asyncio.sleep(1000)
+    finally:
+        tasks.append(asyncio.create_task(breaks(again or ValueError("no matter"))))
+        await asyncio.sleep(1000 if deaf else 0.1)
+        print("in order", flush=True)
+
+async def interrupts(stop):
+    await is_broken(stop, KeyboardInterrupt())
+
+async def exits(stop):
+    await is_broken(stop, SystemExit(0))
+
+async def interrupts_again(stop):
+    await is_broken(stop, KeyboardInterrupt(), SystemExit(0))
+
+async def interrupts_and_stays(stop):
+    await is_broken(stop, KeyboardInterrupt(), SystemExit(0), deaf=True)
+
 sys.exit(event_loop.run_to_end(globals()[sys.argv[1]], run_id=sys.argv[2]))
 """
 
@@ -85,6 +111,25 @@ def test_a_signal_ends_it_whatever_it_does(main: str, forced: bool, number: sign
     else:  # in order: what the run holds is its own to remove
         segment.unlink()
         sockets.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("main", "ordered"),
+    [("interrupts", True), ("exits", True), ("interrupts_again", True), ("interrupts_and_stays", False)],
+)
+def test_user_code_that_breaks_out_of_the_loop_leaves_nothing(main: str, ordered: bool) -> None:
+    run_id = new_run_id()
+    segment, sockets = segment_path(segment_name(run_id, "left")), make_socket_folder(run_id)
+    segment.touch()
+    command = [sys.executable, "-c", PROGRAM, main, run_id]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    pid, *told = ended.stdout.splitlines()
+    assert ended.returncode == 1
+    assert "in a task of its own, which ends the event loop" in ended.stderr
+    assert told == ["in order"] * ordered
+    assert not psutil.pid_exists(int(pid))
+    assert list_segments(run_id) == ()
+    assert not sockets.exists()
 
 
 def test_a_repeated_signal_is_followed_sooner() -> None:
