@@ -27,6 +27,9 @@ _BOOL_TAG = "tag:yaml.org,2002:bool"
 _TIMESTAMP_TAG = "tag:yaml.org,2002:timestamp"
 _MERGE_TAG = "tag:yaml.org,2002:merge"
 
+#: values that a text may come to once its aliases are followed: a few aliases of aliases would fill any memory
+_MOST_VALUES = 100_000
+
 
 class _Loader(yaml.SafeLoader):
     """SafeLoader with YAML 1.2's floats and booleans (``on`` and ``no`` are words) and without dates."""
@@ -61,10 +64,10 @@ def parse_scalar(text: str, *, source: str) -> Any:
     """The YAML value of ``text``: ``1e-4`` -> float, ``[1, 2]`` -> list, ``null`` -> None, ``abc`` -> str.
 
     Raises:
-        ConfigError: the text is no YAML value; ``source`` names it in the message.
+        ConfigError: the text is no YAML value, or says a key twice; ``source`` names it in the message.
     """
     try:
-        return yaml.load(text, Loader=_Loader)
+        return _load(text, source=source)[1]
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: {_problem(error)}") from None
 
@@ -75,23 +78,63 @@ def parse_yaml(text: str, *, source: str) -> YamlDocument:
     Raises:
         ConfigError: a syntax error (with its line), a key said twice, or a document that is no mapping.
     """
-    loader = _Loader(text)
     try:
+        node, tree, lines = _load(text, source=source)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}{_place(error, text)}: YAML syntax error: {_problem(error)}") from None
+    if node is None:
+        raise ConfigError(f"{source}: the file is empty; expected sections such as 'model:' and 'train_dataset:'")
+    if not isinstance(node, yaml.MappingNode):
+        found = "a list" if isinstance(node, yaml.SequenceNode) else "a plain value"
+        raise ConfigError(f"{source}:1: expected 'key: value' lines at the top level, got {found}")
+    return YamlDocument(source=source, tree=tree, lines=lines)
+
+
+def _load(text: str, *, source: str) -> tuple[yaml.Node | None, Any, dict[str, int]]:
+    """The one document of ``text``: its root (None if there is none), its value, and the lines of its paths.
+
+    Raises:
+        YAMLError: a syntax error.
+        ConfigError: a key said twice or no text, a value unlike its tag, or more of them than any experiment has.
+    """
+    lines: dict[str, int] = {}
+    try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
-            raise ConfigError(f"{source}: the file is empty; expected sections such as 'model:' and 'train_dataset:'")
-        if not isinstance(node, yaml.MappingNode):
-            found = "a list" if isinstance(node, yaml.SequenceNode) else "a plain value"
-            raise ConfigError(f"{source}:1: expected 'key: value' lines at the top level, got {found}")
-        lines: dict[str, int] = {}
-        _note_lines(node, "", lines, source)
-        tree = loader.construct_document(node)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source}{_place(error)}: YAML syntax error: {_problem(error)}") from None
-    finally:
-        loader.dispose()
-    _require_text_keys(tree, "", source)
-    return YamlDocument(source=source, tree=tree, lines=lines)
+            return None, None, lines
+        if _count_values(node, {}, source) > _MOST_VALUES:
+            raise ConfigError(f"{source}: its aliases (*name) come to more than {_MOST_VALUES} values; write fewer")
+        _note_lines(node, "", lines, source)  # before merges are resolved, which changes the nodes
+        value = loader.construct_document(node)
+        _require_text_keys(value, "", source)
+        return node, value, lines
+    except yaml.YAMLError:
+        raise
+    except RecursionError:
+        raise ConfigError(f"{source}: lists and mappings are nested too deep; flatten them") from None
+    except (ValueError, TypeError, LookupError, AttributeError) as error:  # PyYAML on `!!int x` and the like
+        raise ConfigError(f"{source}: a value is not what its tag (!!int, ...) or its digits say: {error}") from None
+
+
+def _count_values(node: yaml.Node, known: dict[int, int], source: str) -> int:
+    """Values that ``node`` comes to with its aliases followed. Each node is looked at once, however often it is named.
+
+    Args:
+        known: counts by the nodes' ids; 0 while a node is being counted.
+    """
+    count = known.get(id(node))
+    if count == 0:
+        raise ConfigError(f"{source}:{node.start_mark.line + 1}: a value holds itself, by an alias (*name); remove it")
+    if count is None:
+        known[id(node)] = 0
+        inside: list[yaml.Node] = []
+        if isinstance(node, yaml.SequenceNode):
+            inside = node.value
+        elif isinstance(node, yaml.MappingNode):
+            inside = [part for pair in node.value for part in pair]
+        count = known[id(node)] = 1 + sum(_count_values(child, known, source) for child in inside)
+    return count
 
 
 def read_yaml(path: Path) -> YamlDocument:
@@ -146,12 +189,16 @@ def _require_text_keys(tree: Any, prefix: str, source: str) -> None:
         _require_text_keys(value, path, source)
 
 
-def _place(error: yaml.YAMLError) -> str:
+def _place(error: yaml.YAMLError, text: str) -> str:
+    if isinstance(error, yaml.reader.ReaderError):
+        return f":{text.count(chr(10), 0, error.position) + 1}"
     mark = getattr(error, "problem_mark", None)
     return f":{mark.line + 1}:{mark.column + 1}" if mark is not None else ""
 
 
 def _problem(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.reader.ReaderError):
+        return f"the character #x{error.character:04x} may not stand in YAML; remove it"
     problem = getattr(error, "problem", None) or str(error).replace("\n", " ")
     context = getattr(error, "context", None)
     return f"{problem} ({context})" if context else str(problem)

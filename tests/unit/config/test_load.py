@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from areal_like.api.weights import InterruptMode
 from areal_like.config.load import config_from_mapping, dump_resolved, load_config
+from areal_like.config.yaml_text import parse_scalar, parse_yaml
 from areal_like.errors import ConfigError
 
 SMALL = """\
@@ -221,3 +223,56 @@ def test_a_mapping_is_checked_like_a_file() -> None:
 def test_loading_imports_no_torch() -> None:
     code = "import sys, areal_like.config.load; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{last}'] * 9)}]\n" for last, name in pairwise("abcdefghi")
+)
+MERGE_BOMB = "a: &a {x: 1, y: 2}\n" + "".join(
+    f"{name}: &{name} {{<<: [{', '.join([f'*{last}'] * 9)}]}}\n" for last, name in pairwise("abcdefghi")
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (BOMB, "f: its aliases (*name) come to more than 100000 values; write fewer"),
+        (MERGE_BOMB, "f: its aliases (*name) come to more than 100000 values"),
+        ("a: 1\nb: &b\n  c: *b\n", "f:2: a value holds itself"),
+        ("a: 1\nb: &b [*b]\n", "f:2: a value holds itself"),
+        ("a: 1\nb: x\x01y\n", "f:2: YAML syntax error: the character #x0001 may not stand in YAML"),
+        ("a: !!int x\n", "f: a value is not what its tag (!!int, ...) or its digits say: invalid literal"),
+        ("a: !!bool x\n", "f: a value is not what its tag"),
+        ("a: !!timestamp x\n", "f: a value is not what its tag"),
+        ("a: " + "1" * 5000, "f: a value is not what its tag"),
+        ("a: " + "[" * 1000, "f: lists and mappings are nested too deep"),
+    ],
+)
+def test_text_that_would_break_the_parser_is_one_message(text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_yaml(text, source="f")
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        ("!!int x", "o: a value is not what its tag"),
+        ("9" * 5000, "o: a value is not what its tag"),
+        ("{turns: 4, turns: 5}", "o:1: turns is said twice"),
+        ("{1: 4}", "o: 1: keys must be text"),
+        ("&a [*a]", "o:1: a value holds itself"),
+        ("[" * 1000, "o: lists and mappings are nested too deep"),
+        ("a\x01", "o: the character #x0001 may not stand in YAML"),
+    ],
+)
+def test_an_override_that_would_break_the_parser_is_one_message(raw: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_scalar(raw, source="o")
+    assert said in str(caught.value)
+
+
+def test_an_alias_used_twice_has_lines_in_both_places() -> None:
+    document = parse_yaml("a: &a\n  x: 1\nb: *a\n", source="f")
+    assert document.tree == {"a": {"x": 1}, "b": {"x": 1}}
+    assert document.lines == {"a": 1, "a.x": 2, "b": 3, "b.x": 2}

@@ -3,11 +3,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from areal_like.errors import ConfigError
-from launcher.model_files import inspect_model
+from launcher.model_files import inspect_model, vocabulary_size
+from tests.unit.launcher.conftest import write_safetensors
 
 
 def test_a_whole_folder_is_described(model_folder: Path) -> None:
@@ -33,6 +36,26 @@ def pointer(folder: Path) -> None:
     (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
 
 
+def header(content: Any) -> Callable[[Path], None]:
+    return lambda folder: write_safetensors(folder / "model.safetensors", content, bytes(8))
+
+
+def torch_file(content: bytes) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / "pytorch_model.bin").write_bytes(content)
+
+    return write
+
+
+def index(text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text(text)
+
+    return write
+
+
 def index_of_a_missing_shard(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model-1.safetensors"}}')
@@ -49,6 +72,16 @@ def index_of_a_missing_shard(folder: Path) -> None:
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x"), "is no safetensors file"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b""), "is no safetensors file"),
         (cut, "bytes of"),
+        (header([]), "has a broken header"),
+        (header({"w": []}), "has a broken header"),
+        (header({"w": {"shape": [2], "data_offsets": [0, "8"]}}), "has a broken header"),
+        (header({"w": {"shape": 2, "data_offsets": [0, 8]}}), "has a broken header"),
+        (torch_file(b"garbage" * 100), "is no whole torch file; copy it again"),
+        (torch_file(b"PK\x03\x04 cut short"), "is no whole torch file"),
+        (index('{"weight_map": ["a"]}'), "index.json has no weight_map of tensors to files"),
+        (index('{"weight_map": {"w": 3}}'), "index.json has no weight_map of tensors to files"),
+        (index("{}"), "index.json has no weight_map of tensors to files"),
+        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "cannot be read as JSON"),
         (pointer, "is a git-lfs pointer, not weights; run `git lfs pull`"),
         (index_of_a_missing_shard, "model.safetensors.index.json names ['model-1.safetensors'], not in the folder"),
     ],
@@ -75,3 +108,29 @@ def test_shards_are_added_up(model_folder: Path) -> None:
 def test_a_file_is_no_folder(model_folder: Path) -> None:
     with pytest.raises(ConfigError, match="is a file; expected a folder"):
         inspect_model(model_folder / "config.json")
+
+
+@pytest.mark.parametrize("nested", [None, [], "x"])
+def test_a_text_config_that_is_none_is_passed_over(model_folder: Path, nested: Any) -> None:
+    content = {"text_config": nested, "max_position_embeddings": 12, "vocab_size": 3}
+    (model_folder / "config.json").write_text(json.dumps(content))
+    assert inspect_model(model_folder).context_length == 12
+    assert vocabulary_size(model_folder) == 3
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_both_formats_of_torch_are_known(model_folder: Path, old: bool) -> None:
+    (model_folder / "model.safetensors").unlink()
+    file = model_folder / "pytorch_model.bin"
+    torch.save({"w": torch.zeros(2)}, file, _use_new_zipfile_serialization=not old)
+    assert inspect_model(model_folder).weight_bytes == file.stat().st_size
+
+
+def test_an_embedding_of_another_size_than_the_config_says_is_refused(model_folder: Path) -> None:
+    entry = {"dtype": "F32", "shape": [2, 1], "data_offsets": [0, 8]}
+    write_safetensors(model_folder / "model.safetensors", {"model.embed_tokens.weight": entry}, bytes(8))
+    (model_folder / "config.json").write_text('{"vocab_size": 2}')
+    assert inspect_model(model_folder).weight_bytes > 8
+    (model_folder / "config.json").write_text('{"vocab_size": 3}')
+    with pytest.raises(ConfigError, match=r"vocab_size is 3, and model\.embed_tokens\.weight has 2 rows"):
+        inspect_model(model_folder)

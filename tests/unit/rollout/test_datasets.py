@@ -49,3 +49,28 @@ def test_a_missing_file_or_a_folder_is_named(tmp_path: Path) -> None:
         read_jsonl(tmp_path / "nowhere.jsonl")
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
         read_jsonl(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (rb'{"prompt": "a \ud800 b"}', r"line 2: \\ud800 is half a character \(a lone surrogate\)"),
+        (rb'{"\udfff": 1}', r"line 2: \\udfff is half a character"),
+        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "line 2: nested deeper than 100"),
+        (b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}", "line 2: nested deeper than 100"),
+        (b'{"a": ' + b"7" * 5000 + b"}", "line 2: a number is too long to be read"),
+    ],
+)
+def test_a_row_that_would_break_what_reads_it_is_named(tmp_path: Path, bad: bytes, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"data\.jsonl, {message}"):
+        read_jsonl(write(tmp_path, b'{"a": 1}\n' + bad + b"\n"))
+
+
+def test_whole_characters_in_escapes_and_some_depth_are_no_fault(tmp_path: Path) -> None:
+    deep = b'{"a": "\\ud83d\\ude00", "b": ' + b"[" * 99 + b"]" * 99 + b', "c": [' + b"{}," * 200 + b"{}]}"
+    assert read_jsonl(write(tmp_path, deep))[0]["a"] == "\U0001f600"
+
+
+def test_a_path_with_a_null_character_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: embedded null"):
+        read_jsonl(f"{tmp_path}/a\0b")
