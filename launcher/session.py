@@ -7,6 +7,8 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
 from areal_like.api.engine import InferenceEngine
 from areal_like.api.generation import GenerationHyperparameters
@@ -22,6 +24,7 @@ from areal_like.control.evaluation import EvaluationSettings, Evaluator
 from areal_like.control.registry import Registry
 from areal_like.rollout.convert import to_trajectories
 from areal_like.rollout.datasets import read_jsonl
+from areal_like.rollout.episode import Converter
 from areal_like.rollout.plugins import build_workflow
 from areal_like.rollout.rewards import open_rewards
 from areal_like.rollout.tokenizer import load_tokenizer
@@ -30,6 +33,7 @@ from areal_like.train.spec import TrainWorkerSpec
 from launcher.devices import this_machine
 from launcher.engines import open_link, server_part, servers_token
 from launcher.local import LocalLauncher
+from launcher.model_files import vocabulary_size
 from launcher.processes import INFERENCE, TRAIN, PlannedProcess, plan_processes
 from launcher.roles import RoleSpec
 
@@ -170,6 +174,7 @@ class UserCode:
     config: ExperimentConfig
     reward: RewardFunction | None
     tokenizer: Tokenizer
+    convert: Converter
 
     def workflow(self, gconfig: GenerationHyperparameters) -> RolloutWorkflow:
         return build_workflow(
@@ -189,7 +194,7 @@ class UserCode:
             workflow=self.workflow(config.evaluation_gconfig),
             engine=engine,
             rows=read_jsonl(config.valid_dataset.path, max_rows=config.valid_dataset.max_prompts),
-            convert=to_trajectories,
+            convert=self.convert,
             settings=EvaluationSettings(
                 seed=config.seed,
                 n_samples=config.evaluator.n_samples,
@@ -209,4 +214,9 @@ async def open_user_code(context: RunContext) -> AsyncIterator[UserCode]:
         if config.reward_fn is not None:
             rewards = open_rewards(config.reward_fn, config.rewards, log_path=context.paths.logs / "rewards.log")
             reward = await stack.enter_async_context(rewards)
-        yield UserCode(config=config, reward=reward, tokenizer=load_tokenizer(config.model.path))
+        yield UserCode(
+            config=config,
+            reward=reward,
+            tokenizer=load_tokenizer(config.model.path),
+            convert=partial(to_trajectories, vocabulary_size=vocabulary_size(Path(config.model.path))),
+        )

@@ -32,7 +32,6 @@ from areal_like.rollout.admission import StalenessLimits
 from areal_like.rollout.batch_rule import OnStale
 from areal_like.rollout.breaker import Breaker
 from areal_like.rollout.controller import RolloutController
-from areal_like.rollout.convert import to_trajectories
 from areal_like.rollout.cursor import PromptCursor
 from areal_like.rollout.datasets import read_jsonl
 from areal_like.rollout.dump import RolloutDump
@@ -117,7 +116,7 @@ def _rollouts(
     executor = GroupExecutor(
         workflow=user.workflow(config.gconfig),
         engine=engine,
-        convert=to_trajectories,
+        convert=user.convert,
         sink=store,
         filters=GroupFilters(accept_fn=accept, drop_equal_rewards=rollout.drop_equal_rewards),
         settings=ExecutorSettings(

@@ -207,7 +207,12 @@ class RolloutController:
     def _start(self, groups: asyncio.TaskGroup) -> None:
         visit = self._cursor.advance()
         group_id = visit.group_id
-        run = GroupRun(visit=visit, row=self._rows[visit.prompt.index], dispatch=lambda: self._dispatch(group_id))
+        run = GroupRun(
+            visit=visit,
+            row=self._rows[visit.prompt.index],
+            dispatch=lambda: self._dispatch(group_id),
+            newest_version=lambda: self._ledger.newest_version,
+        )
         self._ledger.admit(group_id)
         group = self._groups[group_id] = _Group(run=run)
         group.task = groups.create_task(self._run(group), name=group_id)

@@ -23,22 +23,29 @@ _DICT_ROWS = ("input_ids", "loss_mask", "logprobs", "versions")
 _DICT_NEEDED = (*_DICT_ROWS, "rewards")
 
 
-def to_trajectories(result: object, *, group_id: str, episode_id: str) -> tuple[Trajectory, ...]:
+def to_trajectories(
+    result: object, *, group_id: str, episode_id: str, vocabulary_size: int | None = None
+) -> tuple[Trajectory, ...]:
     """Check an episode's result and give its trajectories their ids.
 
     ``result`` is a Trajectory, a sequence of them, None (a rejected episode: no trajectories), or AReaL's dict:
     ``input_ids, loss_mask, logprobs, versions`` [B, L] (or [L]), ``rewards`` [B], optionally ``attention_mask`` [B, L]
     (padding is removed) and ``returns`` [B, L]; further keys are ignored. Its B rows are B trajectories of one episode.
 
+    Token ids must be < ``vocabulary_size``, where it is known.
+
     Raises:
-        EpisodeError: the result is something else, or a trajectory is inconsistent: unequal lengths; a token id < 0;
-            a mask other than 0 and 1, or without a 1; a written token without a log-prob ≤ 0 or a version ≥ 0;
-            another token with a log-prob other than 0 or a version other than -1; a reward or return not finite.
+        EpisodeError: the result is something else, or a trajectory is inconsistent: unequal lengths; a token id that
+            the model does not have; a mask other than 0 and 1, without a 1, or that begins with one; a written token
+            without a log-prob ≤ 0 or a version ≥ 0; another token with a log-prob other than 0 or a version other
+            than -1; a reward or return not finite.
     """
     where = f"episode {episode_id} of group {group_id}"
     rows = _rows(result, where)
     many = len(rows) > 1
-    checked = (_checked(row, f"{where}, trajectory {i}" if many else where) for i, row in enumerate(rows))
+    checked = [
+        _checked(row, f"{where}, trajectory {i}" if many else where, vocabulary_size) for i, row in enumerate(rows)
+    ]
     return tuple(replace(trajectory, group_id=group_id, episode_id=episode_id) for trajectory in checked)
 
 
@@ -95,7 +102,7 @@ def _rows_of_dict(result: Mapping[Any, Any], where: str) -> list[Trajectory]:
     return rows
 
 
-def _checked(row: Trajectory, where: str) -> Trajectory:
+def _checked(row: Trajectory, where: str, vocabulary_size: int | None) -> Trajectory:
     """``row`` with the dtypes that :class:`Trajectory` promises."""
     token_ids = _integers(row.token_ids, f"{where}: token_ids")
     loss_mask = _integers(row.loss_mask, f"{where}: loss_mask")
@@ -115,10 +122,18 @@ def _checked(row: Trajectory, where: str) -> Trajectory:
         listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
         raise EpisodeError(f"{where}: all arrays must have one length, but these are: {listed}")
     _refuse(token_ids < 0, token_ids, f"{where}: token_ids must be ≥ 0")
+    if vocabulary_size is not None:
+        rule = f"{where}: token_ids must be < {vocabulary_size}, the model's vocabulary"
+        _refuse(token_ids >= vocabulary_size, token_ids, rule)
     _refuse((loss_mask != 0) & (loss_mask != 1), loss_mask, f"{where}: loss_mask must be 0 or 1")
     written = loss_mask == 1
     if not written.any():
         raise EpisodeError(f"{where}: loss_mask has no 1, so nothing can be learned from it; return None to reject it")
+    if written[0]:
+        raise EpisodeError(
+            f"{where}: loss_mask begins with a 1, but its first token cannot have been sampled from anything; put the "
+            f"prompt before it, if only its <bos>"
+        )
     no_logprob = ~np.isfinite(logprobs) | (logprobs > _LOGPROB_ROUNDING)
     _refuse(written & no_logprob, logprobs, f"{where}: logprobs must be finite and ≤ 0 where loss_mask is 1")
     _refuse(~written & (logprobs != 0), logprobs, f"{where}: logprobs must be 0 where loss_mask is 0")

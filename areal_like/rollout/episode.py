@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import numpy as np
+
 from areal_like.api.engine import InferenceEngine
 from areal_like.api.trajectory import Trajectory
 from areal_like.api.workflow import EpisodeResult, RolloutWorkflow
@@ -98,20 +100,34 @@ def is_our_cancellation(error: BaseException) -> bool:
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
-def check_versions(trajectories: Sequence[Trajectory], *, stamp: int, episode_id: str) -> None:
-    """The staleness bound rests on this: no token of a group is older than the group's stamp.
+def check_versions(trajectories: Sequence[Trajectory], *, stamp: int, newest: int, episode_id: str) -> None:
+    """The staleness bound rests on this: no token of a group is older than its stamp, or from the future.
+
+    Args:
+        newest: no version after this one has been made yet.
 
     Raises:
-        EpisodeError: a trajectory holds no token that the policy wrote, or one that is older than ``stamp``.
+        EpisodeError: a trajectory holds no token that the policy wrote, or one of a version < ``stamp`` or
+            > ``newest``; or ``versions`` and ``loss_mask`` disagree about which tokens were written.
     """
     for trajectory in trajectories:
+        if not np.array_equal(trajectory.versions >= 0, trajectory.loss_mask == 1):
+            raise EpisodeError(
+                f"episode {episode_id}: versions must be ≥ 0 where loss_mask is 1, and -1 elsewhere; in a trajectory "
+                f"of {trajectory.length} tokens they are not"
+            )
         written = trajectory.versions[trajectory.versions >= 0]
         if not written.size:
             raise EpisodeError(
                 f"episode {episode_id}: a trajectory of {trajectory.length} tokens holds none that the policy wrote "
                 f"(every version is -1); pass the versions of the engine's answer on, or return None to reject it"
             )
-        oldest = int(written.min())
+        oldest, latest = int(written.min()), int(written.max())
+        if latest > newest:
+            raise EpisodeError(
+                f"episode {episode_id}: a trajectory holds a token of version {latest}, but the newest version made "
+                f"so far is {newest}; pass the versions of the engine's answer on as they are"
+            )
         if oldest < stamp:
             raise EpisodeError(
                 f"episode {episode_id}: a trajectory holds a token of version {oldest}, but its group was stamped "

@@ -55,6 +55,7 @@ class ExecutorSettings:
 class GroupRun:
     """One group under way. ``dispatch`` stamps it at its first request and returns the stamp.
 
+    ``newest_version`` tells the newest version that may have been served by now.
     ``lengths`` holds, per sibling, the tokens that its current try has generated so far. ``ended`` is set when the
     group is cut; from then on ``dispatch`` raises GroupEnded.
     """
@@ -62,6 +63,7 @@ class GroupRun:
     visit: PromptVisit
     row: Mapping[str, Any]
     dispatch: Callable[[], int]
+    newest_version: Callable[[], int]
     lengths: list[int] = field(default_factory=list)
     ended: bool = False
 
@@ -232,7 +234,12 @@ class GroupExecutor:
             convert=self._convert,
         )
         if trajectories:
-            check_versions(trajectories, stamp=group.dispatch(), episode_id=identity.episode_id)
+            check_versions(
+                trajectories,
+                stamp=group.dispatch(),
+                newest=group.newest_version(),
+                episode_id=identity.episode_id,
+            )
         return trajectories
 
     def _count_failure(self, error: Exception, kind: FailureKind, *, lost: bool, where: str) -> None:

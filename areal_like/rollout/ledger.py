@@ -96,6 +96,11 @@ class GroupLedger:
             ),
         )
 
+    @property
+    def newest_version(self) -> int:
+        """No server can serve a later one: version v is made of the first v batches."""
+        return self._batches_taken
+
     def admit(self, group_id: str) -> None:
         """Give the group a slot; call only after :meth:`admission` said so."""
         self._lifecycle.admit(group_id)

@@ -1,6 +1,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -315,6 +315,18 @@ async def test_a_cut_groups_episode_that_goes_on_is_no_failure() -> None:
         await controller.stop()
         assert over.is_set()
         assert controller.statistics().episodes.failed == 0
+
+
+async def test_no_version_is_newer_than_the_batches_taken() -> None:
+    async def episode(engine: InferenceEngine, index: int) -> Trajectory:
+        trajectory = await generate(engine, index)
+        return replace(trajectory, versions=trajectory.versions + np.array([0, 0, index > 1]))
+
+    bench = Bench(episode, eta=1, batch_size=2, breaker_limit=1)
+    async with bench.controller as controller:
+        bench.publish(0)
+        with pytest.raises(BreakerTripped, match="version 1, but the newest version made so far is 0"):
+            await controller.watch()
 
 
 async def test_without_a_server_the_wait_ends() -> None:

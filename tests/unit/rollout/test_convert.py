@@ -111,6 +111,7 @@ def test_areals_dict_of_one_row_without_batch_dimension_or_attention_mask() -> N
         ({"token_ids": np.zeros((2, 2), np.int32)}, r"one dimension, not shape \[2, 2\]"),
         ({"loss_mask": np.array([0, 0, 2, 1])}, "loss_mask must be 0 or 1, but it is 2 at position 2"),
         ({"loss_mask": np.zeros(4, np.int32)}, "loss_mask has no 1"),
+        ({"loss_mask": np.array([1, 0, 1, 1])}, "loss_mask begins with a 1"),
         (
             {"logprobs": np.array([0, 0, np.nan, -1])},
             "finite and ≤ 0 where loss_mask is 1, but it is nan at position 2",
@@ -132,6 +133,14 @@ def test_an_inconsistent_trajectory_is_refused_with_the_place(changes: dict[str,
     with pytest.raises(EpisodeError, match=message) as raised:
         convert(row(**changes))
     assert "episode e1 of group g1" in str(raised.value)
+
+
+def test_tokens_that_the_model_does_not_have_are_refused() -> None:
+    assert to_trajectories(row(), group_id="g1", episode_id="e1", vocabulary_size=9)
+    with pytest.raises(EpisodeError, match="trajectory 1: token_ids must be < 9, the model's vocabulary, but"):
+        to_trajectories(
+            [row(), row(token_ids=np.array([5, 9, 7, 8]))], group_id="g1", episode_id="e1", vocabulary_size=9
+        )
 
 
 def test_the_message_counts_trajectories_of_a_list() -> None:

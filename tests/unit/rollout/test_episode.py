@@ -1,6 +1,7 @@
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -150,11 +151,22 @@ async def test_a_result_that_breaks_the_contract_has_failed() -> None:
 
 
 def test_no_token_may_be_older_than_the_stamp() -> None:
-    check_versions([row([-1, 3, 4])], stamp=3, episode_id="e")
+    check_versions([row([-1, 3, 4])], stamp=3, newest=4, episode_id="e")
     with pytest.raises(EpisodeError, match="version 3, but its group was stamped 4"):
-        check_versions([row([-1, 5]), row([-1, 4, 3])], stamp=4, episode_id="e")
+        check_versions([row([-1, 5]), row([-1, 4, 3])], stamp=4, newest=5, episode_id="e")
+
+
+def test_no_token_may_be_of_a_version_that_was_not_made_yet() -> None:
+    with pytest.raises(EpisodeError, match="version 1000, but the newest version made so far is 4"):
+        check_versions([row([-1, 4]), row([-1, 4, 1000])], stamp=3, newest=4, episode_id="e")
+
+
+def test_versions_and_mask_tell_the_same() -> None:
+    wrong = replace(row([-1, 4, 4]), versions=np.array([4, 4, 4], np.int32))
+    with pytest.raises(EpisodeError, match="versions must be ≥ 0 where loss_mask is 1"):
+        check_versions([wrong], stamp=3, newest=4, episode_id="e")
 
 
 def test_a_trajectory_that_the_policy_did_not_write_is_refused() -> None:
     with pytest.raises(EpisodeError, match="none that the policy wrote"):
-        check_versions([row([-1, -1])], stamp=0, episode_id="e")
+        check_versions([row([-1, -1])], stamp=0, newest=0, episode_id="e")

@@ -96,7 +96,12 @@ class Bench:
             breaker=self.breaker,
         )
         self.dispatches = 0
-        self.group = GroupRun(visit=PromptVisit(prompt=PromptId(epoch=0, index=0)), row={}, dispatch=self.dispatch)
+        self.group = GroupRun(
+            visit=PromptVisit(prompt=PromptId(epoch=0, index=0)),
+            row={},
+            dispatch=self.dispatch,
+            newest_version=lambda: 4,
+        )
 
     def dispatch(self) -> int:
         self.dispatches += 1
@@ -259,9 +264,10 @@ async def test_nothing_of_an_ended_group_counts(made_of_it: BaseException | None
     assert bench.store.statistics().puts == 0
 
 
-async def test_tokens_older_than_the_stamp_are_a_failed_episode() -> None:
+@pytest.mark.parametrize("version", [2, 5])
+async def test_tokens_older_than_the_stamp_or_from_the_future_are_a_failed_episode(version: int) -> None:
     async def episode(engine: InferenceEngine, call: int) -> Trajectory:
-        return row(version=2)
+        return row(version=version)
 
     assert (await Bench(episode, retries=0).run()).state is GroupState.FAILED
 
