@@ -6,6 +6,7 @@ raises once, with every fault.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
@@ -22,7 +23,8 @@ from areal_like.config.paths import RunPaths
 from areal_like.errors import ConfigError
 from areal_like.inference.backends import ENGINES
 from areal_like.rollout.datasets import read_jsonl
-from areal_like.rollout.plugins import check_workflow, import_callable
+from areal_like.rollout.plugins import build_workflow, check_workflow, import_callable
+from areal_like.rollout.tokenizer import FastTokenizer, load_tokenizer
 from areal_like.weights.segments import segment_directory
 from launcher.devices import Machine, this_machine
 from launcher.engines import check_capabilities, engine_environment
@@ -59,16 +61,17 @@ def check_experiment(
     gathered = _Gathered()
     gathered.run(lambda: check_backend(config, machine))
     model = gathered.run(lambda: inspect_model(Path(config.model.path)))
+    tokenizer = gathered.run(lambda: load_tokenizer(config.model.path)) if model is not None else None
     gathered.run(lambda: check_companions(config))
     rows = gathered.run(lambda: _read_dataset("train_dataset.path", config.train_dataset.path, None)) or []
     valid = _valid_rows(config, gathered)
     gathered.run(lambda: check_collective(config, machine))
-    gathered.run(lambda: check_plugins(config))
+    gathered.run(lambda: check_plugins(config, tokenizer))
     gathered.run(lambda: check_ports(config.rollout.host, config.rollout.port, config.rollout.spec.data))
     if run_directory:
         gathered.run(lambda: check_run_directory(RunPaths.of(config), force=force))
     if model is not None:
-        gathered.run(lambda: check_context(config, model, rows))
+        gathered.run(lambda: check_context(config, model, rows, tokenizer))
         gathered.run(lambda: check_shared_memory(config, model))
     gathered.warnings += resource_warnings(config, machine, len(rows))
     gathered.raise_faults()
@@ -144,12 +147,34 @@ def check_companions(config: ExperimentConfig) -> None:
             )
 
 
-def check_plugins(config: ExperimentConfig) -> None:
-    """The user's dotted paths import, and name the right kind of thing."""
+def check_plugins(config: ExperimentConfig, tokenizer: FastTokenizer | None) -> None:
+    """The user's dotted paths import, and name the right kind of thing; with a tokenizer, the workflow is built."""
     check_workflow(config.workflow, has_reward=config.reward_fn is not None, workflow_args=config.workflow_args)
     for key, path in (("reward_fn", config.reward_fn), ("rollout.accept_fn", config.rollout.accept_fn)):
         if path is not None:
             import_callable(path, key)
+    if tokenizer is not None:
+        asyncio.run(_build_workflows(config, tokenizer))
+
+
+async def _build_workflows(config: ExperimentConfig, tokenizer: FastTokenizer) -> None:
+    """Build what the run will build, and as it will: under a running loop, which an ``__init__`` may ask for."""
+    needed = [config.gconfig] if config.valid_dataset is None else [config.gconfig, config.evaluation_gconfig]
+    for gconfig in needed:
+        build_workflow(
+            config.workflow,
+            reward_fn=_no_reward if config.reward_fn is not None else None,
+            gconfig=gconfig,
+            tokenizer=tokenizer,
+            workflow_args=config.workflow_args,
+        )
+
+
+async def _no_reward(
+    prompt: str, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
+) -> float:
+    """Stands for the reward function where nothing is scored."""
+    return 0.0
 
 
 def check_ports(host: str, first: int, count: int) -> None:
@@ -180,7 +205,9 @@ def _check_port(host: str, port: int) -> None:
             raise ConfigError(f"rollout.port: {host}:{port} cannot be bound: {os.strerror(error.errno or 0)}") from None
 
 
-def check_context(config: ExperimentConfig, model: ModelFacts, rows: Sequence[dict[str, Any]]) -> list[str]:
+def check_context(
+    config: ExperimentConfig, model: ModelFacts, rows: Sequence[dict[str, Any]], tokenizer: FastTokenizer | None
+) -> list[str]:
     """Prompts and answers fit into the model, as far as that can be known beforehand."""
     limit = model.context_length
     asked = config.rollout.context_length
@@ -199,13 +226,10 @@ def check_context(config: ExperimentConfig, model: ModelFacts, rows: Sequence[di
             f"gconfig.max_new_tokens ({config.gconfig.max_new_tokens}) is not below the context of {limit} tokens: "
             f"answers end where the context does"
         )
-    return warnings + _prompt_warnings(config, model, rows[:_MEASURED_ROWS], limit)
+    return warnings + _prompt_warnings(config, _prompt_lengths(tokenizer, rows[:_MEASURED_ROWS]), limit)
 
 
-def _prompt_warnings(
-    config: ExperimentConfig, model: ModelFacts, rows: Sequence[dict[str, Any]], limit: int
-) -> list[str]:
-    lengths = _prompt_lengths(model.folder / "tokenizer.json", rows)
+def _prompt_warnings(config: ExperimentConfig, lengths: dict[int, int], limit: int) -> list[str]:
     if not lengths:
         return []
     longest = max(lengths, key=lambda row: lengths[row])
@@ -218,15 +242,12 @@ def _prompt_warnings(
     return []
 
 
-def _prompt_lengths(tokenizer_file: Path, rows: Sequence[dict[str, Any]]) -> dict[int, int]:
+def _prompt_lengths(tokenizer: FastTokenizer | None, rows: Sequence[dict[str, Any]]) -> dict[int, int]:
     """Tokens of the prompts that rows hold as text or ids, by row; a chat template adds to them."""
     lengths = {i: len(row["input_ids"]) for i, row in enumerate(rows) if isinstance(row.get("input_ids"), list)}
     texts = {i: row["prompt"] for i, row in enumerate(rows) if i not in lengths and isinstance(row.get("prompt"), str)}
-    if texts and tokenizer_file.is_file():
-        from tokenizers import Tokenizer
-
-        encoded = Tokenizer.from_file(str(tokenizer_file)).encode_batch(list(texts.values()), add_special_tokens=False)
-        lengths |= {row: len(tokens.ids) for row, tokens in zip(texts, encoded, strict=True)}
+    if texts and tokenizer is not None:
+        lengths |= dict(zip(texts, tokenizer.count_tokens(list(texts.values())), strict=True))
     return lengths
 
 

@@ -110,7 +110,10 @@ def _check_usable(paths: RunPaths) -> None:
     for name in (*paths.root.parts, paths.lock.name):
         if len(os.fsencode(name)) > longest:
             raise ConfigError(f"runs_dir: {name!r:.60} is too long for a file's name ({longest} bytes); shorten it")
-    os.rmdir(tempfile.mkdtemp(prefix=".areal-like-", dir=folder))
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".areal-like-", dir=folder))
+    except OSError as error:
+        raise OSError(error.errno, f"nothing can be made in it ({error.strerror})", str(folder)) from None
 
 
 def _holds_a_run(paths: RunPaths) -> bool:

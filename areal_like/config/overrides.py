@@ -31,7 +31,7 @@ def parse_override(text: str, root: type[BaseModel]) -> Override:
     """
     path, equals, raw = text.partition("=")
     path = path.strip().lstrip("+")
-    source = f"override {text!r}"
+    source = f"override {text!r:.120}"
     if not equals:
         raise ConfigError(f"{source}: expected key=value with a dotted key, as in actor.optimizer.lr=1e-4")
     if not path or any(not part for part in path.split(".")):

@@ -55,6 +55,10 @@ class FastTokenizer:
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        """Tokens of each text, without special tokens, on every core."""
+        return [len(found.ids) for found in self._backend.encode_batch(list(texts), add_special_tokens=False)]
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
@@ -101,6 +105,14 @@ def load_tokenizer(path: str | Path) -> FastTokenizer:
         raise ConfigError(f"{file}: cannot be read as a tokenizer: {error}") from error
     backend.no_truncation()
     backend.no_padding()
+    try:
+        return _with_config(backend, folder, file)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{folder}: a file beside {file.name} is malformed: {error!r}") from error
+
+
+def _with_config(backend: tokenizers.Tokenizer, folder: Path, file: Path) -> FastTokenizer:
+    """The tokenizer with what lies beside its file: special tokens and the chat template."""
     config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
     _add_missing_tokens(backend, config.get("added_tokens_decoder") or {})
     special = {name: _text(config[name]) for name in _SPECIAL_NAMES if config.get(name) is not None}

@@ -24,11 +24,16 @@ TOKENIZER = {
     "model": {"type": "WordLevel", "vocab": {"a": 0, "[UNK]": 1}, "unk_token": "[UNK]"},
 }
 WORKFLOW = """\
+import asyncio
+
 from areal_like.api import RolloutWorkflow
 
 
 class Words(RolloutWorkflow):
     def __init__(self, gconfig, turns: int = 1):
+        asyncio.get_running_loop()
+        if turns < 1:
+            raise ValueError(f"at least one turn, not {turns}")
         self.turns = turns
 
     async def arun_episode(self, engine, data):

@@ -56,6 +56,9 @@ def test_a_sound_experiment_passes_without_warnings(experiment: Experiment) -> N
         ({"workflow": "no_such_module.Words"}, "no_such_module"),
         ({"workflow": "words_for_checks.accept"}, "name a class with `async def arun_episode`"),
         ({"workflow_args": {"turn": 3}}, "workflow_args.turn"),
+        ({"workflow_args": {"turns": 0}}, "its __init__ raised ValueError: at least one turn, not 0"),
+        ({"workflow_args": {"turns": "many"}}, "its __init__ raised TypeError"),
+        ({"runs_dir": "/proc/nope"}, "runs_dir: /proc: nothing can be made in it"),
         ({"reward_fn": "words_for_checks.NOTHING"}, "reward_fn 'words_for_checks.NOTHING' is int"),
         ({"rollout": {"accept_fn": "words_for_checks.none"}}, "rollout.accept_fn 'words_for_checks.none'"),
         ({"train_dataset": {"path": "nowhere.jsonl"}}, "train_dataset.path: dataset nowhere.jsonl: cannot be read"),
@@ -163,3 +166,48 @@ def test_a_folder_with_an_earlier_run_needs_force(experiment: Experiment, tmp_pa
     assert "holds an earlier run; choose another trial_name=..., or pass --force" in fault(experiment())
     check_experiment(experiment(), machine=LAPTOP, force=True)
     check_experiment(experiment(), machine=LAPTOP, run_directory=False)
+
+
+@pytest.mark.parametrize("row", ['{"prompt": "a"}', '{"secret": 3}'])
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("tokenizer.json", "{bad", "tokenizer.json: cannot be read as a tokenizer"),
+        ("tokenizer.json", "{}", "tokenizer.json: cannot be read as a tokenizer"),
+        ("tokenizer_config.json", '{"eos_token": {}}', "a file beside tokenizer.json is malformed: KeyError"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": 1}}', "is malformed: ValueError"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json: not JSON"),
+        ("chat_template.jinja", "{% if", "template"),
+    ],
+)
+def test_a_broken_tokenizer_is_found_whatever_the_rows_hold(
+    experiment: Experiment, tmp_path: Path, row: str, name: str, content: str, said: str
+) -> None:
+    config = experiment()
+    (tmp_path / "train.jsonl").write_text(f"{row}\n")
+    (Path(config.model.path) / name).write_text(content)
+    assert said in fault(config)
+
+
+def test_a_model_with_another_kind_of_tokenizer_is_told_what_to_save(experiment: Experiment) -> None:
+    folder = Path(experiment().model.path)
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    assert "no tokenizer.json" in fault(experiment())
+
+
+def test_the_workflow_of_the_evaluation_is_built_with_its_own_sampling(experiment: Experiment, tmp_path: Path) -> None:
+    (tmp_path / "short_for_checks.py").write_text(
+        "from areal_like.api import RolloutWorkflow\n\n\n"
+        "class Short(RolloutWorkflow):\n"
+        "    def __init__(self, gconfig, reward_fn):\n"
+        "        if gconfig.max_new_tokens > 8:\n"
+        "            raise ValueError('too long')\n\n"
+        "    async def arun_episode(self, engine, data):\n"
+        "        return None\n"
+    )
+    changes = {"workflow": "short_for_checks.Short", "reward_fn": "words_for_checks.accept"}
+    longer = {"eval_gconfig": {"max_new_tokens": 9}}
+    check_experiment(experiment(**changes, **longer), machine=LAPTOP)
+    valid = {"valid_dataset": {"path": str(tmp_path / "train.jsonl")}}
+    check_experiment(experiment(**changes, **valid), machine=LAPTOP)
+    assert "__init__ raised ValueError: too long" in fault(experiment(**changes, **longer, **valid))
