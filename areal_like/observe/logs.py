@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 #: attributes every record has; anything else came from ``extra=`` and is shown as key=value
@@ -35,6 +36,27 @@ class LineFormatter(logging.Formatter):
         return line
 
 
+class _LogFile(logging.FileHandler):
+    """A disk that is full costs lines of the log, and never a run; it is told once, without a traceback a line."""
+
+    _told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            with suppress(OSError):
+                sys.stderr.write(
+                    f"{self.baseFilename}: cannot be written ({error.strerror or error}); lines are lost\n"
+                )
+
+    def close(self) -> None:
+        with suppress(OSError):  # closing writes again what could not be written
+            super().close()
+
+
 def setup_logging(
     process: str,
     *,
@@ -54,7 +76,7 @@ def setup_logging(
     target: logging.Handler
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        target = logging.FileHandler(path, encoding="utf-8")
+        target = _LogFile(path, encoding="utf-8")
     else:
         target = logging.StreamHandler(sys.stderr)
     target.setFormatter(LineFormatter(process))

@@ -82,3 +82,11 @@ def test_a_console_handler_receives_records_beside_the_file(tmp_path: Path) -> N
 def test_times_are_utc() -> None:
     record = logging.makeLogRecord({"created": 0.25, "msecs": 250.0, "msg": "m", "levelname": "INFO", "name": "n"})
     assert LineFormatter("p").format(record) == "1970-01-01T00:00:00.250Z INFO p n: m"
+
+
+def test_a_full_disk_is_told_once_and_raises_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("controller", path=Path("/dev/full"))
+    for number in range(2000):
+        logging.getLogger("areal_like").warning("line %d of a log that fills its buffers %s", number, "x" * 20)
+    setup_logging("controller")
+    assert capsys.readouterr().err == "/dev/full: cannot be written (No space left on device); lines are lost\n"
