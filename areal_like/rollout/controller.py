@@ -228,10 +228,9 @@ class RolloutController:
         try:
             outcome = await self._executor.run(group.run)
         except BaseException as error:
-            if is_our_cancellation(error):
-                raise
-            # now, not when the last of the other groups has been cancelled
-            raise self._fail(error) from error
+            if not is_our_cancellation(error):
+                self._fail(error)  # now, not when the last of the other groups has been cancelled
+            raise
         if not self._ledger.is_live(visit.group_id):
             self._executor.discard(outcome.trajectories)
             return
@@ -252,15 +251,14 @@ class RolloutController:
             self._warn_of_barren_filters()
         self._wake()
 
-    def _fail(self, error: BaseException) -> Exception:
-        """Rollouts end for ``error``, if none ended them before. Returns what whoever waits will be told."""
+    def _fail(self, error: BaseException) -> None:
+        """Rollouts end for ``error``, if none ended them before."""
         if self._failure is None:
             self._failure = _as_exception(root_of(error))
             self._failed.set()
             self._stopping = True
             logger.error("rollouts ended: %s", headline_of(self._failure))
             self._wake()
-        return self._failure
 
     def _warn_of_barren_filters(self) -> None:
         """A run whose every group is filtered would go on in silence for ever."""

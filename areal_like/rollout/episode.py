@@ -82,7 +82,7 @@ def own_cancellation_only(what: str) -> Iterator[None]:
         yield
     except Exception:
         raise
-    except BaseException as error:
+    except BaseException as error:  # supervision boundary: it must not reach our loop
         if is_our_cancellation(error):
             raise
         if isinstance(error, asyncio.CancelledError):

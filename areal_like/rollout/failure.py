@@ -65,7 +65,7 @@ def message_of(error: BaseException) -> str:
     """``str(error)``, also where the error is a user's and cannot be shown."""
     try:
         return str(error)
-    except Exception as broken:
+    except Exception as broken:  # of the user's class, and no reason to lose the error itself
         return f"(its message cannot be shown: {type(broken).__qualname__})"
 
 

@@ -5,7 +5,8 @@
                    └── calls behind ─────┘ time limit or death: fail or retry it, kill, replace
 
 A batch is answered in order, so the oldest unanswered call is the one that runs: a time limit hits exactly the call
-that earned it, and those behind it go back to the queue, unharmed and in their old places.
+that earned it, and those behind it go back to the queue, unharmed and in their old places. User code may write to the
+socket, too: what is no answer to that call means a worker that cannot be trusted any more, as if it had died.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import IO, Any, Self
 
 from areal_like.config.rewards import RewardsConfig
 from areal_like.errors import ConfigError, InfrastructureError, RewardError
-from areal_like.rollout.reward_worker import LENGTH
+from areal_like.rollout.reward_worker import HEAD, Answer
 
 #: calls sent to a worker at once, where calls are so short that the way there would cost more than the work
 _WINDOW = 64
@@ -90,7 +91,7 @@ class _StartFailed(Exception):
 
 
 class _WorkerDied(Exception):
-    """The worker's end of the socket is closed."""
+    """The worker's end of the socket is closed, or something else than the worker writes to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +106,10 @@ class _Worker:
 
     def send(self, calls: Sequence[_Call]) -> None:
         """Not awaited to the end: answers must be read meanwhile, or both sides could wait for each other."""
-        self.writer.write(b"".join(LENGTH.pack(len(call.frame)) + call.frame for call in calls))
+        self.writer.write(b"".join(HEAD.pack(len(call.frame), call.serial) + call.frame for call in calls))
 
     async def receive(self, limit: float) -> dict[str, Any]:
-        """The next answer.
+        """The next message.
 
         Raises:
             TimeoutError: none came within ``limit`` seconds.
@@ -119,9 +120,11 @@ class _Worker:
                 line = await self._line(limit)
             except TimeoutError:
                 line = await self._line(_GRACE)
-            message: dict[str, Any] = json.loads(line)
-        except (ConnectionError, ValueError) as error:  # closed, cut within a line, or written to by user code
+            message = json.loads(line)
+        except (ConnectionError, ValueError, RecursionError) as error:  # closed, cut, or written to by user code
             raise _WorkerDied from error
+        if not isinstance(message, dict):
+            raise _WorkerDied(f"no object: {line!r:.200}")
         return message
 
     async def _line(self, limit: float) -> bytes:
@@ -249,15 +252,15 @@ class RewardPool:
             worker.send(batch)
             while batch:
                 try:
-                    message = await worker.receive(self._settings.timeout)
+                    answer = Answer.of(await worker.receive(self._settings.timeout), batch[0].serial)
                 except TimeoutError:
                     _kill(worker.process)
                     self._overdue(batch.popleft())
                     return self._requeue(batch)
-                except _WorkerDied:
+                except (_WorkerDied, ValueError):  # gone, or no answer to this call
                     self._crashed(batch[0])
                     return self._requeue(batch)
-                self._settle(batch.popleft(), message)
+                self._settle(batch.popleft(), answer)
 
     async def _next_batch(self) -> deque[_Call]:
         """At least one call; more only while calls are so short that sending them one by one would cost more."""
@@ -272,14 +275,14 @@ class RewardPool:
             if not call.reward.done():
                 self._queue.put_nowait(call)
 
-    def _settle(self, call: _Call, message: dict[str, Any]) -> None:
-        self._spent(message["seconds"])
+    def _settle(self, call: _Call, answer: Answer) -> None:
+        self._spent(answer.seconds)
         if call.reward.done():  # the caller was cancelled
             return
-        if "error" in message:
-            self._fail(call, f"reward function {self._path} failed: {message['error']}")
+        if answer.reward is None:
+            self._fail(call, f"reward function {self._path} failed: {answer.error}")
         else:
-            call.reward.set_result(message["reward"])
+            call.reward.set_result(answer.reward)
 
     def _overdue(self, call: _Call) -> None:
         self._spent(self._settings.timeout)
@@ -293,7 +296,11 @@ class RewardPool:
     def _crashed(self, call: _Call) -> None:
         call.crashes += 1
         if call.crashes >= _CRASHES:
-            self._fail(call, f"reward function {self._path}: its process died in this call, {_CRASHES} times in a row")
+            self._fail(
+                call,
+                f"reward function {self._path}: its process died in this call, or wrote to our socket, "
+                f"{_CRASHES} times in a row",
+            )
 
     def _fail(self, call: _Call, message: str) -> None:
         if not call.reward.done():
@@ -354,8 +361,8 @@ async def _greet(worker: _Worker) -> None:
         raise _StartFailed(f"not ready within {_START_TIMEOUT:g} s; does its module do much work at import?") from error
     except _WorkerDied as error:
         raise _StartFailed("the process ended before it was ready") from error
-    if "error" in message:
-        raise _StartFailed(message["error"])
+    if message != {"ready": True}:
+        raise _StartFailed(str(message.get("error", f"something else wrote to its socket: {message!r:.200}")))
 
 
 async def _leave(process: asyncio.subprocess.Process) -> None:

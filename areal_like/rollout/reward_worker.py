@@ -1,8 +1,8 @@
 """A process that runs the user's reward function, one call after another. Started by ``reward_pool``; stdlib only.
 
 ``python -m areal_like.rollout.reward_worker <parent pid> <socket descriptor> <dotted path>``. Requests are pickles
-from our own parent, each behind its length; answers are JSON lines in the order of the requests, each sent at once, so
-that the parent knows at any moment which call is running.
+from our own parent, each behind its length and serial; answers are JSON lines with the serials, in the order of the
+requests, each sent at once, so that the parent knows at any moment which call is running.
 """
 
 from __future__ import annotations
@@ -21,12 +21,40 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from dataclasses import dataclass
+from typing import Any, BinaryIO, TypeGuard
 
-LENGTH = struct.Struct("!I")
+#: bytes of the pickle that follows, and the call's serial
+HEAD = struct.Struct("!IQ")
 #: longest message and traceback (its end) that is sent back
 _MESSAGE, _TRACEBACK = 2_000, 16_000
 _PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of one call: a ``reward``, or None and the ``error``. ``seconds`` is the time in user code."""
+
+    seconds: float
+    reward: float | None
+    error: str
+
+    @classmethod
+    def of(cls, message: dict[str, Any], serial: int) -> Answer:
+        """The answer to call ``serial`` as it was sent.
+
+        Raises:
+            ValueError: ``message`` is none.
+        """
+        seconds, reward, error = (message.get(key) for key in ("seconds", "reward", "error"))
+        answered = isinstance(error, str) if reward is None else _is_finite(reward) and error is None
+        if message.get("serial") != serial or not answered or not _is_finite(seconds):
+            raise ValueError(f"no answer to call {serial}: {message!r:.200}")
+        return cls(seconds=seconds, reward=reward, error=error or "")
+
+
+def _is_finite(value: object) -> TypeGuard[float]:
+    return type(value) is float and math.isfinite(value)
 
 
 def finite_number(value: object) -> float:
@@ -72,6 +100,7 @@ def answer(function: Callable[..., Any], request: bytes) -> dict[str, Any]:
 
 def serve(channel: socket.socket, path: str) -> None:
     """Answer requests until the parent closes its end."""
+    worker = os.getpid()
     try:
         function = pkgutil.resolve_name(path)
     except BaseException as error:  # supervision boundary: user code runs at import
@@ -80,15 +109,20 @@ def serve(channel: socket.socket, path: str) -> None:
     _send(channel, {"ready": True})
     with channel.makefile("rb") as requests:
         while request := _read(requests):
-            _send(channel, answer(function, request))
+            serial, call = request
+            outcome = answer(function, call)
+            if os.getpid() != worker:  # the function forked, and the child came back from it, too: not ours to answer
+                os._exit(0)
+            _send(channel, {"serial": serial, **outcome})
 
 
-def _read(requests: BinaryIO) -> bytes:
-    """The next request, or nothing at the end."""
-    head = requests.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return b""
-    return requests.read(LENGTH.unpack(head)[0])
+def _read(requests: BinaryIO) -> tuple[int, bytes] | None:
+    """Serial and pickle of the next request; None at the end."""
+    head = requests.read(HEAD.size)
+    if len(head) < HEAD.size:
+        return None
+    length, serial = HEAD.unpack(head)
+    return serial, requests.read(length)
 
 
 def _send(channel: socket.socket, message: dict[str, Any]) -> None:
