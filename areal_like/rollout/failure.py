@@ -50,9 +50,10 @@ def signature_of(error: BaseException) -> str:
 
 
 def headline_of(error: BaseException) -> str:
-    """``Type: message`` on one line."""
+    """``Type: message`` on one line; the type alone where there is no message."""
     leaf = root_of(error)
-    return f"{type(leaf).__qualname__}: {' '.join(message_of(leaf).split())[:500]}"
+    message = " ".join(message_of(leaf).split())[:500]
+    return f"{type(leaf).__qualname__}: {message}" if message else type(leaf).__qualname__
 
 
 def traceback_tail(error: BaseException) -> str:

@@ -115,7 +115,7 @@ class Panic(BaseException):
     ("error", "message"),
     [
         (Panic("in Rust"), "raised Panic: in Rust, which is no Exception"),
-        (KeyboardInterrupt(), "raised KeyboardInterrupt"),
+        (KeyboardInterrupt(), "raised KeyboardInterrupt, which"),
         (BaseExceptionGroup("tasks", [Panic("one")]), "raised Panic: one"),
     ],
 )
