@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -159,14 +159,25 @@ async def train(session: Session, progress: RunProgress, stop: Stop, training: a
         try:
             await _run_loop(context, parts, journal, tracer, stop)
         except Exception as error:
-            _summary(context, journal, stop, failure=headline_of(error)).write(context.paths.summary)
+            with _cause_comes_first():
+                _summary(context, journal, stop, failure=headline_of(error)).write(context.paths.summary)
             raise
         except asyncio.CancelledError:  # a process died, or the end was asked for twice
-            _summary(context, journal, stop, failure="ended early").write(context.paths.summary)
+            with _cause_comes_first():
+                _summary(context, journal, stop, failure="ended early").write(context.paths.summary)
             raise
         summary = _summary(context, journal, stop, failure=None)
         summary.write(context.paths.summary)
     progress.console.print(closing_table(summary, title=str(context.paths.root)))
+
+
+@contextmanager
+def _cause_comes_first() -> Iterator[None]:
+    """Around the summary of a run that failed: a full disk must not hide what the run failed of."""
+    try:
+        yield
+    except ArealLikeError as error:
+        logger.warning("no summary was written: %s", error)
 
 
 def _summary(context: RunContext, journal: RunJournal, stop: Stop, *, failure: str | None) -> Summary:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal_like.api import Tokenizer
+from areal_like.api.workflow import reward_fields
 
-#: arguments that every reward function has already; a row's fields of these names are not passed again
-_REWARD_ARGUMENTS = frozenset({"prompt", "completions", "prompt_ids", "completion_ids"})
+__all__ = ["prompt_ids", "reward_fields"]
 
 
 def prompt_ids(data: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
@@ -28,8 +28,3 @@ def prompt_ids(data: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
     if not ids:
         raise ValueError("the row's prompt has no tokens")
     return ids
-
-
-def reward_fields(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a row that a reward function receives by keyword."""
-    return {name: value for name, value in data.items() if name not in _REWARD_ARGUMENTS}

@@ -13,13 +13,22 @@ from areal_like.api.trajectory import Trajectory
 EpisodeResult = Trajectory | Sequence[Trajectory] | Mapping[str, Any] | None
 
 
+#: what every reward function is called with, in this order; a row's fields follow by keyword
+REWARD_ARGUMENTS = ("prompt", "completions", "prompt_ids", "completion_ids")
+
+
+def reward_fields(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a row that a reward function receives by keyword: those it does not have already."""
+    return {name: value for name, value in data.items() if name not in REWARD_ARGUMENTS}
+
+
 class RewardFunction(Protocol):
     """The user's reward function as a workflow calls it: off the event loop, under a time limit."""
 
     async def __call__(
-        self, prompt: str, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
+        self, prompt: str, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], /, **data: Any
     ) -> float:
-        """Score one completion.
+        """Score one completion. A field of the row that is named like one of the first four is not passed twice.
 
         Raises:
             RewardError: the user's function raised, hung past its limit, or returned no finite number.

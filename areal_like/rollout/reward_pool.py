@@ -27,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from areal_like.api.workflow import reward_fields
 from areal_like.config.rewards import RewardsConfig
 from areal_like.errors import ConfigError, InfrastructureError, RewardError
 from areal_like.rollout.reward_worker import HEAD, Answer
@@ -182,7 +183,7 @@ class RewardPool:
         await self._stack.aclose()  # not told of `error`: the task group would wrap it
 
     async def __call__(
-        self, prompt: str, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
+        self, prompt: str, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], /, **data: Any
     ) -> float:
         """Score one completion; see :class:`~areal_like.api.RewardFunction`.
 
@@ -193,7 +194,7 @@ class RewardPool:
         async with self._room:
             if self._end is not None:
                 raise InfrastructureError(str(self._end))
-            frame = self._pickled((prompt, completions, list(prompt_ids), list(completion_ids)), data)
+            frame = self._pickled((prompt, completions, list(prompt_ids), list(completion_ids)), reward_fields(data))
             self._counts.calls += 1
             call = _Call(self._counts.calls, frame, asyncio.get_running_loop().create_future())
             self._unsettled[call.serial] = call

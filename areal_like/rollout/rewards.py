@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from areal_like.api.workflow import reward_fields
 from areal_like.config.rewards import RewardsConfig
 from areal_like.errors import RewardError
 from areal_like.rollout.episode import is_our_cancellation
@@ -60,7 +61,7 @@ class InlineReward:
         return None
 
     async def __call__(
-        self, prompt: str, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
+        self, prompt: str, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], /, **data: Any
     ) -> float:
         """Score one completion; see :class:`~areal_like.api.RewardFunction`.
 
@@ -74,7 +75,9 @@ class InlineReward:
                 self._counts.calls += 1
                 started = loop.time()
                 try:
-                    return await self._score((prompt, completions, list(prompt_ids), list(completion_ids)), data)
+                    return await self._score(
+                        (prompt, completions, list(prompt_ids), list(completion_ids)), reward_fields(data)
+                    )
                 finally:
                     self._counts.seconds += loop.time() - started
         finally:

@@ -94,6 +94,12 @@ def torch_free(*_: Any, **data: Any) -> float:
     return float("torch" not in sys.modules and "numpy" not in sys.modules)
 
 
+def fields(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
+    """1 if the four arguments are the call's own and the row's other fields came along."""
+    own = (prompt, completions, prompt_ids, completion_ids) == ("p", "c", [1], [2])
+    return float(own and sorted(data) == ["anything", "secret"])
+
+
 async def awaited(prompt: str, completions: str, *_: Any, **data: Any) -> float:
     if completions == "hang":
         await asyncio.Event().wait()

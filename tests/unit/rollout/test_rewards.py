@@ -57,6 +57,13 @@ async def test_the_worker_imports_nothing_heavy_and_gets_the_rows_fields() -> No
         assert await reward_fn("p", "c", [], [], secret=3, anything={"nested": [1]}) == 1.0
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_a_row_may_be_passed_whole_as_areal_workflows_do(workers: int) -> None:
+    row = {"prompt": "12+3=", "completions": "?", "secret": 3, "anything": {"nested": [1]}}
+    async with rewards("fields", workers=workers) as reward_fn:
+        assert await reward_fn("p", "c", [1], [2], **row) == 1.0
+
+
 async def test_a_raising_function_is_an_error_with_its_traceback_and_never_a_reward() -> None:
     async with rewards() as reward_fn:
         with pytest.raises(RewardError) as raised:
