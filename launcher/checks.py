@@ -171,7 +171,7 @@ async def _build_workflows(config: ExperimentConfig, tokenizer: FastTokenizer) -
 
 
 async def _no_reward(
-    prompt: str, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
+    prompt: str, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], /, **data: Any
 ) -> float:
     """Stands for the reward function where nothing is scored."""
     return 0.0
