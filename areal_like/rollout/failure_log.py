@@ -28,4 +28,5 @@ class FailureLog:
         if times == 1:
             self._logger.error("%s failed: %s", where, headline_of(error), exc_info=error)
         else:
-            self._logger.error("%s failed: %s (%d times; traceback above)", where, headline_of(error), times)
+            # for the log file: a console that shows every one of them shows nothing else
+            self._logger.info("%s failed: %s (%d times; traceback above)", where, headline_of(error), times)
