@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml requirements.txt
 	@touch $(STAMP)
 
 demo: $(STAMP)
-	$(BIN)/python -m launcher.tiny_models guess models/guess --seed $(SEED)
+	$(BIN)/python -m launcher.tiny_models guess models/guess --seed $(SEED) --replace
 	$(BIN)/areal-like run configs/guess_cpu.yaml seed=$(SEED) --force
 
 # Engines live in environments of their own, since they pin torch against each other.

@@ -30,6 +30,7 @@ def test_the_demo_goes_from_random_play_to_nine_in_ten(tmp_path: Path) -> None:
     assert summary["groups"] == {"trained": STEPS * BATCH, "filtered": 0, "failed": 0, "stale": 0, "cancelled": 0}
     assert 0 < summary["lag_mean"] <= summary["lag_max"] <= ETA  # asynchronous, and within the bound
     assert summary["multi_version_trajectories"] > 0
+    assert summary["interrupted_requests"] > 0
     assert summary["generated_tokens"] >= summary["trained_tokens"] > 0
     assert 0 < summary["pause_seconds_total"] < 0.05 * summary["seconds"]
     paths = RunPaths(root=tmp_path / "runs" / "guess" / "demo")
@@ -38,3 +39,4 @@ def test_the_demo_goes_from_random_play_to_nine_in_ten(tmp_path: Path) -> None:
         any(start < end_u and start_u < end for start, end, _ in requests) for start_u, end_u, _ in updates
     )
     assert overlapped > STEPS / 2  # generation goes on while the trainer works
+    assert any(len(arguments["versions"]) == 2 for *_, arguments in requests)  # weights changed between two tokens

@@ -92,12 +92,16 @@ class DecodeLoop:
         return finished
 
     def step(self, version: int, *, admit: bool) -> None:
-        """One round: join (if ``admit``), then one token for every running answer."""
+        """One round: one token for every running answer, and the first for those that join (if ``admit``).
+
+        In this order every answer gets one token a round, so that a commit between two rounds may fall between any two
+        tokens; and who joins finds the slots of those that have just ended.
+        """
         with torch.inference_mode():
-            if admit and self._waiting:
-                self._join(version)
             if self._rows:
                 self._decode(version)
+            if admit and self._waiting:
+                self._join(version)
 
     def abort(self, chosen: Callable[[Request], bool]) -> int:
         """End the ``chosen`` requests with what they have; their number."""
