@@ -35,8 +35,19 @@ async def score(reward_fn: Rewards, completions: str, **data: Any) -> float:
     return await reward_fn("p", completions, [1], [2, 3], **data)
 
 
+#: processes that earlier tests of the session have left to us (multiprocessing's trackers live as long as we do)
+_EARLIER: set[int] = set()
+
+
+@pytest.fixture(autouse=True)
+def only_our_own_children() -> None:
+    _EARLIER.clear()
+    _EARLIER.update(p.pid for p in psutil.Process().children(recursive=True))
+
+
 def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+    """Processes that this test has started and that still live."""
+    return [p for p in psutil.Process().children(recursive=True) if p.pid not in _EARLIER]
 
 
 async def test_many_calls_at_once_get_their_own_rewards_and_no_process_stays() -> None:
