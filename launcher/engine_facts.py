@@ -69,4 +69,5 @@ def described(facts: EngineFacts) -> Mapping[str, str]:
         "interrupts": ", ".join(sorted(found.interrupts)) + (f" ({missing})" if missing else ""),
         "transports": ", ".join(sorted(found.transports)),
         "seeded answers": f"{found.seeds}, if no commit cuts them",
+        "memory release": found.memory or "no",
     }

@@ -26,6 +26,7 @@ class Capabilities:
         transports: how weights can reach it.
         spans: it reports which version wrote each token; without, versions come from the client's segments.
         seeds: what a seeded answer promises, as a clause ("repeats exactly").
+        memory: where and with which flag its servers can release device memory; empty where they cannot.
         since: for what this version lacks, the version that has it: ``interrupt=keep`` -> ``0.32``.
     """
 
@@ -35,6 +36,7 @@ class Capabilities:
     transports: frozenset[TransportKind]
     spans: bool
     seeds: str
+    memory: str = ""
     since: Mapping[str, str] = field(default_factory=dict)
 
 

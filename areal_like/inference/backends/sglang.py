@@ -28,6 +28,7 @@ from areal_like.inference.backends.sglang_control import SglangControl
 from areal_like.inference.backends.sglang_dialect import SglangDialect
 from areal_like.inference.backends.sglang_group import GroupLoad
 from areal_like.inference.backends.sglang_load import FolderLoad
+from areal_like.inference.backends.sglang_memory import NEEDS as MEMORY_NEEDS
 from areal_like.inference.backends.sglang_server import FIXED, ServerState
 from areal_like.inference.spec import EngineSpec
 
@@ -57,6 +58,12 @@ _ELSEWHERE: Mapping[str, str] = {
     "context_length": "rollout.context_length",
     "random_seed": "seed",
     "weight_version": "nothing: versions are published",
+}
+#: with these SGLang ends a while after a start on a CPU, and why
+_GPU_ONLY: Mapping[str, str] = {
+    "enable_memory_saver": "SGLang releases memory on GPUs only",
+    "enable_weights_cpu_backup": "SGLang releases memory on GPUs only",
+    "enable_deterministic_inference": "SGLang has its seeded sampling on GPUs only",
 }
 #: a CPU has neither SGLang's kernels nor graphs
 _CPU_DEFAULTS: Mapping[str, Any] = {
@@ -90,6 +97,7 @@ class SglangBackend:
             transports=frozenset(TransportKind) if groups else _FOLDERS,
             spans=True,
             seeds="repeats only with sglang.enable_deterministic_inference: true, on a GPU",
+            memory=MEMORY_NEEDS,
             since={} if groups else {f"transport={TransportKind.COLLECTIVE}": "0.5.21"},
         )
 
@@ -111,7 +119,7 @@ class SglangBackend:
 
     def command(self, spec: EngineSpec, *, token: str) -> EngineCommand:
         on_cpu = spec.devices == ("cpu",)
-        _check_flags(spec.flags)
+        _check_flags(spec.flags, on_cpu=on_cpu)
         ours: dict[str, Any] = {
             "model_path": spec.model_path,
             "host": spec.host,
@@ -142,7 +150,7 @@ def _plain(flag: str) -> str:
     return flag.replace("-", "_").lstrip("_")
 
 
-def _check_flags(flags: Mapping[str, Any]) -> None:
+def _check_flags(flags: Mapping[str, Any], *, on_cpu: bool) -> None:
     """Raise for a flag that would break the contract, or that another key of the experiment sets."""
     for given, value in flags.items():
         name = _plain(given)
@@ -150,6 +158,8 @@ def _check_flags(flags: Mapping[str, Any]) -> None:
             raise ConfigError(f"sglang.{given}: is set by {_ELSEWHERE[name]}")
         if name in FIXED and value != FIXED[name]:
             raise ConfigError(f"sglang.{given}: must stay {FIXED[name]!r}, on which answers or weight updates rest")
+        if on_cpu and value and name in _GPU_ONLY:
+            raise ConfigError(f"sglang.{given}: {_GPU_ONLY[name]}; leave it out on CPUs")
 
 
 def _context_length(spec: EngineSpec) -> int | None:

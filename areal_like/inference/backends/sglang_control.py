@@ -24,10 +24,12 @@ from typing import Any
 
 from areal_like.api.weights import CommitReceipt, InterruptMode, Manifest
 from areal_like.api.wire import DigestAnswer, HealthAnswer, PauseAnswer, StageAnswer
+from areal_like.client.memory import MemoryPart
 from areal_like.errors import ArealLikeError, RequestError, ServerUnavailable, StaleCommand, WeightUpdateError
 from areal_like.inference.backends.http_control import EngineHttp
 from areal_like.inference.backends.labels import parse_label, version_label
 from areal_like.inference.backends.sglang_load import Load, Refused
+from areal_like.inference.backends.sglang_memory import SglangMemory
 from areal_like.inference.backends.sglang_server import ServerFacts, ServerState, read_facts
 from areal_like.weights.manifest import check_manifest
 
@@ -37,7 +39,7 @@ _PAUSES = {InterruptMode.KEEP: "in_place", InterruptMode.RECOMPUTE: "retract", I
 
 
 class SglangControl:
-    """:class:`areal_like.client.control.ServerControl`."""
+    """:class:`areal_like.client.control.ServerControl` and :class:`areal_like.client.memory.ReleasesMemory`."""
 
     def __init__(self, name: str, url: str, state: ServerState, load: Load, *, token: str) -> None:
         """``load``: how a version gets into the server."""
@@ -45,6 +47,7 @@ class SglangControl:
         self._http = EngineHttp(name, url, token=token)
         self._state = state
         self._load = load
+        self._memory = SglangMemory(name, self._http, state)
         self._newest_incarnation = -1
         self._paused = False
         self._damaged = False
@@ -93,6 +96,7 @@ class SglangControl:
     async def resume(self, *, incarnation: int, timeout: float) -> PauseAnswer:
         """Raises WeightUpdateError where a load failed: nobody can vouch for the live weights."""
         self._refuse_older(incarnation)
+        self._memory.lent.check_resume()
         if self._damaged:
             raise WeightUpdateError(f"{self._name}: its weights are half-loaded; only a whole update can mend it")
         await self._continue(timeout=timeout)
@@ -146,6 +150,7 @@ class SglangControl:
                 f"{self._name}: rollout.interrupt=keep needs sglang.disable_overlap_schedule: true; otherwise the "
                 "token that is being computed at a pause is labelled with the weights that come after it"
             )
+        self._memory.lent.check_update()
         in_flight, queued = await self._counts(timeout=timeout)
         seconds = await self._swap(staged, facts, mode, timeout=timeout)
         interrupted = 0 if mode is InterruptMode.DRAIN else in_flight + queued
@@ -160,6 +165,23 @@ class SglangControl:
         counts = await self._counts(timeout=timeout)
         await self._http.text("POST", "/abort_request", {"abort_all": True}, timeout=timeout)
         return sum(counts)
+
+    async def release_memory(self, *, incarnation: int, keep_weights: bool, timeout: float) -> None:
+        """See the protocol. What was applied counts no more once weights are given up."""
+        self._refuse_older(incarnation)
+        facts = await self._ask_facts(timeout=timeout)
+        released = self._memory.release(facts, keep_weights=keep_weights, paused=self._paused, timeout=timeout)
+        try:
+            await released
+        finally:
+            self._paused = self._paused or not self._memory.lent.serves
+            if self._memory.lent.lost:
+                self._applied, self._checksums, self._state.as_loaded = None, {}, False
+
+    async def reclaim_memory(self, part: MemoryPart, *, incarnation: int, timeout: float) -> None:
+        self._refuse_older(incarnation)
+        if await self._memory.reclaim(part, timeout=timeout):
+            await self._continue(timeout=timeout)
 
     async def aclose(self) -> None:
         await self._load.aclose()
@@ -189,6 +211,7 @@ class SglangControl:
             raise WeightUpdateError(f"{self._name}: commit of version {staged.version}: {error}; {told}") from error
         self._applied, self._staged, self._damaged = staged, None, False
         self._state.as_loaded = False
+        self._memory.lent.updated()
         self._newest_incarnation = max(self._newest_incarnation, staged.incarnation)
         epoch.end(staged.incarnation, staged.version)
         await self._continue(timeout=max(_left(deadline), _MEND_TIMEOUT))
@@ -244,6 +267,9 @@ class SglangControl:
         self._paused = True
 
     async def _continue(self, *, timeout: float) -> None:
+        """What must not run stands on: whose memory is out, or whose weights nobody can vouch for."""
+        if self._damaged or not self._memory.lent.serves:
+            return
         await self._http.post("/continue_generation", {}, timeout=timeout)
         self._paused = self._state.closed = False
 

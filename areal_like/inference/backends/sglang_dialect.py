@@ -8,11 +8,13 @@ What SGLang would do, and what is done about it here (read and measured on 0.5.2
 * fields that it does not know are ignored: every field sent is one it has;
 * stop strings end an answer before its minimum of tokens, and ``ignore_eos`` makes it ignore stop ids as well: see
   :func:`_stops`;
+* where it samples by seeds, requests without one all get 42, and min-p ends the server: see :func:`_seed`;
 * the text may lack what the ids have: only ids are read.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -83,10 +85,11 @@ class SglangDialect:
             raise ServerBusy("an update waits until it has answered what it has")
         _check_ids(body.input_ids, facts)
         filtered = _filtered(body.sampling)
+        params = {**sampling_params(body.sampling, facts), "sampling_seed": _seed(body, facts)}
         content = {
             "rid": body.rid,
             "input_ids": body.input_ids,
-            "sampling_params": sampling_params(body.sampling, facts),
+            "sampling_params": params,
             "return_logprob": True,
             "cache_salt": self._state.epoch.salt(body.rid),
             "stream": False,
@@ -128,7 +131,7 @@ class SglangDialect:
 
 
 def sampling_params(sampling: SamplingBody, facts: ServerFacts) -> dict[str, Any]:
-    """SGLang's ``sampling_params``, every value given: its defaults are not ours.
+    """SGLang's ``sampling_params`` but the seed, every value given: its defaults are not ours.
 
     Raises:
         RequestError: it cannot do that, or not tell the log-probs of it.
@@ -154,9 +157,25 @@ def sampling_params(sampling: SamplingBody, facts: ServerFacts) -> dict[str, Any
         "ignore_eos": False,
         "skip_special_tokens": False,
         "no_stop_trim": True,
-        "sampling_seed": None if sampling.seed is None else sampling.seed & _SEED_MASK,
         **_stops(sampling),
     }
+
+
+def _seed(body: GenerateBody, facts: ServerFacts) -> int | None:
+    """The request's own; where the server samples by seeds, a request that has none gets one of its name.
+
+    Raises:
+        RequestError: it samples by seeds, and min-p was asked for.
+    """
+    if body.sampling.seed is not None:
+        seed = body.sampling.seed
+    elif facts.deterministic:
+        seed = int.from_bytes(hashlib.sha256(body.rid.encode()).digest()[:8], "big")
+    else:
+        return None
+    if facts.deterministic and _filtered(body.sampling) and body.sampling.min_p > 0.0:
+        raise RequestError("min_p: a server with sglang.enable_deterministic_inference cannot sample with it")
+    return seed & _SEED_MASK
 
 
 def _top_k(sampling: SamplingBody, facts: ServerFacts) -> int:

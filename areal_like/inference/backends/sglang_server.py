@@ -27,6 +27,9 @@ class ServerFacts:
         overlapped: a step is under way while the scheduler handles a pause.
         filtered_tokens: most candidates of a filtered distribution whose log-probs can be told.
         expected: what an update must bring.
+        saves_memory: it can release memory.
+        backs_weights_up: weights that are released lie in host memory meanwhile.
+        deterministic: requests are sampled by their seeds.
     """
 
     context_length: int
@@ -38,6 +41,9 @@ class ServerFacts:
     overlapped: bool
     filtered_tokens: int
     expected: Expected
+    saves_memory: bool = False
+    backs_weights_up: bool = False
+    deterministic: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,6 +96,9 @@ def read_facts(name: str, info: Mapping[str, Any]) -> ServerFacts:
             pipeline=int(info["pp_size"]),
             dtype=_dtype(str(info["dtype"]), text),
             overlapped=not info["disable_overlap_schedule"],
+            saves_memory=bool(info.get("enable_memory_saver")) and str(info["device"]) != "cpu",
+            backs_weights_up=bool(info.get("enable_weights_cpu_backup")),
+            deterministic=bool(info.get("enable_deterministic_inference")),
             filtered_tokens=int(info.get("sampling_mask_max_tokens") or 0),
             expected=Expected.of(folder, tied=bool(text.get("tie_word_embeddings", False))),
         )

@@ -25,6 +25,7 @@ from areal_like.inference.backends.base import (
 from areal_like.inference.backends.epoch import ServerEpoch
 from areal_like.inference.backends.vllm_control import VllmControl
 from areal_like.inference.backends.vllm_dialect import MODEL_NAME, CompletionsDialect, VllmDialect
+from areal_like.inference.backends.vllm_memory import NEEDS as MEMORY_NEEDS
 from areal_like.inference.spec import EngineSpec
 
 OLDEST = (0, 26, 0)
@@ -73,6 +74,7 @@ class VllmBackend:
             transports=frozenset(TransportKind),
             spans=spans,
             seeds="repeats as well as vLLM's kernels do, which batch size may change",
+            memory=MEMORY_NEEDS,
             since={} if spans else {f"interrupt={InterruptMode.KEEP}": "0.32"},
         )
 
@@ -136,6 +138,8 @@ def _check_flags(flags: Mapping[str, Any], *, on_cpu: bool) -> None:
             raise ConfigError(f"vllm.{given}: must stay {_FIXED[name]!r}, on which the log-probs or the weights rest")
         if on_cpu and name == "enable_chunked_prefill" and value:
             raise ConfigError(f"vllm.{given}: a seeded request ends a CPU engine that prefills in chunks; leave it out")
+        if on_cpu and name == "enable_sleep_mode" and value:
+            raise ConfigError(f"vllm.{given}: vLLM releases memory on GPUs only; leave it out")
 
 
 def _environment(spec: EngineSpec, token: str, *, on_cpu: bool) -> dict[str, str]:

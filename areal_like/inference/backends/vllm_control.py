@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from areal_like.api.weights import CommitReceipt, InterruptMode, Manifest
 from areal_like.api.wire import DigestAnswer, HealthAnswer, PauseAnswer, StageAnswer
+from areal_like.client.memory import MemoryPart
 from areal_like.errors import (
     ArealLikeError,
     RequestError,
@@ -32,6 +33,7 @@ from areal_like.inference.backends.epoch import ServerEpoch
 from areal_like.inference.backends.http_control import EngineHttp
 from areal_like.inference.backends.labels import version_label
 from areal_like.inference.backends.vllm_dialect import internal_id
+from areal_like.inference.backends.vllm_memory import VllmMemory
 
 #: seconds between two looks at a staging: first, and at most
 _FIRST_LOOK, _LONGEST_LOOK = 0.01, 0.2
@@ -64,14 +66,16 @@ class WorkerStatus(BaseModel):
     damaged: bool
     logprobs_mode: str
     seeds: bool
+    sleeps: bool = False
 
 
 class VllmControl:
-    """:class:`areal_like.client.control.ServerControl`."""
+    """:class:`areal_like.client.control.ServerControl` and :class:`areal_like.client.memory.ReleasesMemory`."""
 
     def __init__(self, name: str, url: str, epoch: ServerEpoch, *, token: str, spans: bool) -> None:
         self._name = name
         self._http = EngineHttp(name, url, token=token)
+        self._memory = VllmMemory(name, self._http)
         self._epoch = epoch
         self._spans = spans
         self._pauses = _PAUSES if spans else _CUTTING
@@ -110,7 +114,7 @@ class VllmControl:
                 await self._http.post("/update_weight_version", label, timeout=timeout)
             self._as_started = True
         self._epoch.end(max(status.incarnation, 0), max(status.version, 0))
-        return DigestAnswer(version=max(status.version, 0), digest=status.digest)
+        return DigestAnswer(version=max(status.version, 0), digest="" if self._memory.lent.lost else status.digest)
 
     async def pause(self, *, incarnation: int, mode: InterruptMode, timeout: float) -> PauseAnswer:
         self._refuse_older(incarnation)
@@ -120,6 +124,7 @@ class VllmControl:
     async def resume(self, *, incarnation: int, timeout: float) -> PauseAnswer:
         """Raises WeightUpdateError where the live weights are half of one version: resuming would end the server."""
         self._refuse_older(incarnation)
+        self._memory.lent.check_resume()
         if (await self._status(timeout=timeout)).damaged:
             raise WeightUpdateError(f"{self._name}: its weights are half-loaded; only a whole update can mend it")
         await self._http.post("/resume", timeout=timeout)
@@ -155,8 +160,10 @@ class VllmControl:
         self._refuse_older(incarnation)
         if (incarnation, version) < self._epoch.known:
             raise StaleCommand(f"{self._name}: commit of {version} after {self._epoch.version}")
+        self._memory.lent.check_update()
         before = await self._status(timeout=timeout)
-        if before.state == "applied" and (before.incarnation, before.version) == (incarnation, version):
+        loaded = before.state == "applied" and not self._memory.lent.lost
+        if loaded and (before.incarnation, before.version) == (incarnation, version):
             return self._receipt(before, seconds_paused=0.0, interrupted=0)
         if before.state != "staged" or (before.staged_incarnation, before.staged_version) != (incarnation, version):
             raise WeightUpdateError(f"{self._name}: commit of version {version}: {_told(before)}; stage it first")
@@ -173,6 +180,20 @@ class VllmControl:
         ids = [internal_id(rid) for rid in rids]
         answer = await self._http.post("/abort_requests", {"request_ids": ids}, timeout=timeout)
         return int((answer or {}).get("aborted", 0))
+
+    async def release_memory(self, *, incarnation: int, keep_weights: bool, timeout: float) -> None:
+        self._refuse_older(incarnation)
+        possible = (await self._status(timeout=timeout)).sleeps
+        in_hand = sum(await self._load(timeout=timeout))
+        await self._memory.release(possible=possible, in_hand=in_hand, keep_weights=keep_weights, timeout=timeout)
+
+    async def reclaim_memory(self, part: MemoryPart, *, incarnation: int, timeout: float) -> None:
+        """Weights whose update failed half-way keep their KV cache out: vLLM would run with the last part."""
+        self._refuse_older(incarnation)
+        if part is MemoryPart.KV_CACHE and (await self._status(timeout=timeout)).damaged:
+            raise WeightUpdateError(f"{self._name}: its weights are half-loaded; only a whole update can mend it")
+        if await self._memory.reclaim(part, timeout=timeout):
+            await self._run(timeout=timeout)
 
     async def aclose(self) -> None:
         await self._http.aclose()
@@ -207,7 +228,8 @@ class VllmControl:
         """Pause, load, label, check, resume. Whatever fails before loading began is undone."""
         deadline = time.monotonic() + timeout
         try:
-            await self._http.post(self._pauses[mode], timeout=timeout)
+            if self._memory.lent.serves:
+                await self._http.post(self._pauses[mode], timeout=timeout)
             label = {"weight_version": version_label(incarnation, version)}
             await self._http.post("/finish_weight_update", label, timeout=max(deadline - time.monotonic(), 0.1))
             status = await self._status(timeout=max(deadline - time.monotonic(), 0.1))
@@ -218,7 +240,8 @@ class VllmControl:
             if isinstance(error, asyncio.CancelledError):
                 raise
             raise WeightUpdateError(f"{self._name}: commit of version {version}: {error}; {told}") from error
-        await self._http.post("/resume", timeout=max(deadline - time.monotonic(), _MEND_TIMEOUT))
+        self._memory.lent.updated()
+        await self._run(timeout=max(deadline - time.monotonic(), _MEND_TIMEOUT))
         return status
 
     async def _undo(self) -> str:
@@ -227,10 +250,15 @@ class VllmControl:
             status = await self._status(timeout=_MEND_TIMEOUT)
             if status.damaged or status.state == "applied":
                 return "it stays paused, since it is not at the published version"
-            await self._http.post("/resume", timeout=_MEND_TIMEOUT)
+            await self._run(timeout=_MEND_TIMEOUT)
             self._epoch.withdraw()
             return "it runs on with the weights it had"
         return "and it does not answer any more"
+
+    async def _run(self, *, timeout: float) -> None:
+        """A server whose memory is out stands on."""
+        if self._memory.lent.serves:
+            await self._http.post("/resume", timeout=timeout)
 
     # -- small questions --
 

@@ -33,6 +33,7 @@ class UpdateExtension:
         return {
             "logprobs_mode": str(config.model_config.logprobs_mode),
             "seeds": not (chunked and self.device.type == "cpu"),
+            "sleeps": bool(config.model_config.enable_sleep_mode) and self.device.type != "cpu",
         }
 
     def _areal_like_engine(self) -> StagedTransferEngine:

@@ -86,6 +86,7 @@ def test_what_an_old_engine_lacks_is_told_with_the_version_that_has_it(python: s
     rows = described(find_engine("vllm", python))
     assert rows["engine"] == f"vLLM 0.28.0 at {python}"
     assert "interrupt=keep needs vLLM >= 0.32" in rows["interrupts"]
+    assert "vllm.enable_sleep_mode" in rows["memory release"]
 
 
 def test_an_environment_that_is_missing_is_no_error() -> None:

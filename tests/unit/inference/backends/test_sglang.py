@@ -66,6 +66,15 @@ def test_a_flag_that_breaks_the_contract_is_refused(given: dict[str, Any], said:
         SglangBackend().command(spec(flags=given), token="t")
 
 
+def test_seeds_are_for_gpus_and_said_to_be() -> None:
+    with pytest.raises(ConfigError, match=r"sglang\.enable_deterministic_inference: SGLang has its seeded sampling"):
+        flags(flags={"enable_deterministic_inference": True})
+    assert "--enable-deterministic-inference" in flags(
+        devices=("cuda:0",), flags={"enable_deterministic_inference": True}
+    )
+    assert SglangBackend().capabilities("0.5.23").seeds.endswith("on a GPU")
+
+
 def test_the_token_is_in_the_environment_and_not_on_the_command_line() -> None:
     command = SglangBackend().command(spec(environment={"MINE": "1"}), token="secret")
     assert command.environment["SGLANG_API_KEY"] == "secret"

@@ -55,6 +55,19 @@ def test_every_sampling_parameter_is_sent() -> None:
     assert "return_sampling_mask" not in content
 
 
+def test_a_server_that_samples_by_seeds_gets_one_for_every_request() -> None:
+    """Otherwise all that have none, such as the siblings of a group, would be the same answer."""
+    assert sent(body())["sampling_params"]["sampling_seed"] is None
+    unseeded = [
+        sent(body().model_copy(update={"rid": rid}), deterministic=True)["sampling_params"]["sampling_seed"]
+        for rid in ("r.1", "r.2", "r.1")
+    ]
+    assert unseeded[0] == unseeded[2] != unseeded[1]
+    assert sent(body(seed=7), deterministic=True)["sampling_params"]["sampling_seed"] == 7
+    with pytest.raises(RequestError, match=r"min_p: a server with sglang\.enable_deterministic_inference"):
+        sent(body(min_p=0.1), deterministic=True)
+
+
 def test_a_filtered_distribution_is_asked_for_with_its_logprobs() -> None:
     content = sent(body(top_p=0.9))
     assert content["return_sampling_mask"]
