@@ -156,9 +156,10 @@ class Line:
         return version
 
     async def ask(self, prompt: list[int], **gconfig: Any) -> ModelResponse:
-        seed = gconfig.pop("seed", None)
+        """``gconfig``: sampling parameters, and the request's own ``seed`` and ``rid``."""
+        own = {name: gconfig.pop(name) for name in ("seed", "rid") if name in gconfig}
         settings = GenerationHyperparameters(**{"ignore_eos": True, **gconfig})
-        return await self.engine.agenerate(ModelRequest(input_ids=prompt, gconfig=settings, seed=seed))
+        return await self.engine.agenerate(ModelRequest(input_ids=prompt, gconfig=settings, **own))
 
     def differences(self, answer: ModelResponse, version: int, **how: float) -> list[float]:
         """|log-prob − reference| of each token under the weights of ``version``; infinite where that rules it out."""

@@ -117,6 +117,36 @@ async def test_many_at_once(line: Line) -> None:
     assert line.distance(answers[100], line.version) < 2 * line.subject.noise
 
 
+async def test_an_answer_that_is_cut_goes_on_where_it_ended(line: Line) -> None:
+    """By the id that the engine knows the request by; a wrong one would be answered 200, and cut nothing."""
+    most = line.subject.long
+    asked = asyncio.create_task(line.ask(PROMPT, max_new_tokens=most, rid="cut-in-the-middle"))
+    await in_hand(line, 1)
+    await line.link.control.abort(["cut-in-the-middle.1"], timeout=30)
+    answer = await asked
+    assert (answer.output_len, answer.interruptions, answer.stop_reason) == (most, 1, StopReason.LENGTH)
+    assert set(answer.output_versions) == {line.version}
+    assert line.distance(answer, line.version) < line.subject.noise
+
+
+async def test_an_answer_that_nobody_waits_for_is_given_up(line: Line) -> None:
+    """Its tokens would be written for nobody: it is over while a shorter one beside it is still written."""
+    abandoned, other = (asyncio.create_task(line.ask(PROMPT, max_new_tokens=n)) for n in (600, line.subject.long))
+    await in_hand(line, 2)
+    abandoned.cancel()
+    await in_hand(line, 1)
+    assert not other.done()
+    assert (await other).output_len == line.subject.long
+    assert abandoned.cancelled()
+
+
+async def in_hand(line: Line, count: int) -> None:
+    """Return once the server says that it has ``count`` requests."""
+    async with asyncio.timeout(120):
+        while (await line.link.control.health(timeout=30)).in_flight != count:  # noqa: ASYNC110  # another process
+            await asyncio.sleep(0.01)
+
+
 async def test_without_the_token_nothing_is_answered(line: Line) -> None:
     async with httpx.AsyncClient(base_url=line.server.url, trust_env=False) as http:
         for path in ("/generate", "/inference/v1/generate", "/pause", "/resume", "/update_weights", "/collective_rpc"):

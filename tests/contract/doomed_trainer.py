@@ -1,0 +1,70 @@
+"""A trainer that ends while it sends: ``python doomed_trainer.py MODEL DTYPE BUCKET_BYTES SIGNAL``.
+
+Once ready it says so. Asked on its standard input for "VERSION INCARNATION", it answers with a manifest of the
+collective transport. In the middle of the third broadcast it sends itself the signal; nothing after that is ever sent.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from subjects import load_model, perturbed
+
+from areal_like.api.weights import TransportKind
+from areal_like.weights.transports import collective, door
+from areal_like.weights.transports.base import make_writer
+
+#: the broadcast that is the last, counted from 1
+FATAL = 3
+#: seconds into it
+MOMENT = 0.001
+
+
+class Doom:
+    """Counts the broadcasts of both ways to send: one group for all readers, or one for each engine."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self._number = number
+        self._count = 0
+
+    def over(self, send: Callable[..., Any]) -> Callable[..., Any]:
+        def sent(*arguments: Any) -> Any:
+            self._count += 1
+            if self._count < FATAL:
+                return send(*arguments)
+            threading.Timer(MOMENT, os.kill, (os.getpid(), self._number)).start()
+            send(*arguments)
+            threading.Event().wait()
+
+        return sent
+
+
+def main(model_path: str, dtype: str, bucket_bytes: str, number: str) -> None:
+    doom = Doom(signal.Signals(int(number)))
+    collective._broadcast = doom.over(collective._broadcast)
+    door._Guest.send = doom.over(door._Guest.send)  # type: ignore[method-assign]
+    model = load_model(Path(model_path), dtype)
+    nowhere = Path("/nowhere")
+    writer = make_writer(TransportKind.COLLECTIVE, run_id="doomed", directory=nowhere, bucket_bytes=int(bucket_bytes))
+    say("READY")
+    for line in sys.stdin:
+        version, incarnation = map(int, line.split())
+        manifest = writer.write(version, incarnation, iter(perturbed(model, version).items()))
+        say(manifest.model_dump_json())
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

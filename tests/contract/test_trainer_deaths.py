@@ -1,0 +1,98 @@
+"""What every engine promises when the trainer dies or hangs while it sends weights."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from subjects import ROOT, ServerProcess, Subject
+
+from areal_like.api.weights import Manifest, TransportKind
+from areal_like.errors import WeightUpdateError
+
+if TYPE_CHECKING:
+    from conftest import Line
+
+pytestmark = pytest.mark.timeout(900)
+
+PROMPT = [10, 200, 31, 77, 150, 42]
+DOOMED = Path(__file__).parent / "doomed_trainer.py"
+#: seconds on top, for a server that has to be given up
+GRACE = 60.0
+
+
+class DoomedTrainer:
+    """:class:`areal_like.weights.channel.WeightExporter` in another process."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    async def export_weights(self, version: int, incarnation: int) -> Manifest:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{version} {incarnation}\n")
+        self.process.stdin.flush()
+        return Manifest.model_validate_json(await asyncio.to_thread(self.process.stdout.readline))
+
+
+@contextmanager
+def doomed(model_path: Path, subject: Subject, number: signal.Signals) -> Iterator[DoomedTrainer]:
+    bucket_bytes = 2**14 if model_path.name.startswith("tiny") else 2**24  # a dozen buckets and more
+    command = [sys.executable, str(DOOMED), str(model_path), subject.dtype, str(bucket_bytes), str(int(number))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "READY\n"
+            yield DoomedTrainer(process)
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+async def test_a_trainer_that_ends_while_it_sends(
+    open_line: Any, server: ServerProcess, subject: Subject, model_path: Path, number: signal.Signals
+) -> None:
+    """The publication ends in time, the server is whole or out of the rotation, and another trainer takes over."""
+    async with open_line(
+        server, transport=TransportKind.COLLECTIVE, timeout=600.0, update_timeout=subject.update
+    ) as line:
+        before, own = line.version, line.trainer
+        with doomed(model_path, subject, number) as trainer:
+            lost = line.prepare()
+            asked = asyncio.create_task(line.ask(PROMPT, max_new_tokens=64))
+            line.channel._exporter = trainer
+            async with asyncio.timeout(2 * subject.update + GRACE):  # the export, the update, and giving up
+                with pytest.raises(WeightUpdateError):
+                    await line.publish(lost)
+            if number is signal.SIGKILL:
+                assert trainer.process.wait(10) == -signal.SIGKILL
+            assert line.pool.statistics().in_rotation == 0
+            if subject.staged:
+                health = await line.link.control.health(timeout=GRACE)
+                assert (health.version, health.paused) == (before, False)
+        line.channel._exporter = own
+        after = await taken_over(line)
+        assert set((await asked).output_versions) <= {before, after}
+        answer = await line.ask(PROMPT, max_new_tokens=8)
+        assert set(answer.output_versions) == {after}
+        assert line.distance(answer, after) < line.subject.noise
+
+
+async def taken_over(line: Line) -> int:
+    """The version that a new trainer brings to a server which is out; it may take a try or two until it is free."""
+    after = line.prepare()
+    with pytest.raises(WeightUpdateError, match="none was in rotation"):
+        await line.publish(after)
+    async with asyncio.timeout(4 * GRACE):
+        while True:
+            try:
+                line.version = (await line.channel.readmit(line.server.name)).version
+            except WeightUpdateError:
+                continue
+            return after
