@@ -15,7 +15,7 @@ from areal_like.errors import InfrastructureError, WeightUpdateError
 if TYPE_CHECKING:
     from conftest import Line
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(TEST)
 
 PROMPT = [10, 200, 31, 77, 150, 42]
 #: seconds within which a failure must be told, on a machine that does other things too
@@ -44,7 +44,7 @@ async def test_an_update_that_fails_at_any_call_ends_in_time_and_can_be_mended(
         for path in await calls_of_an_update(line, proxy):
             version, failures = line.prepare(), proxy.failures
             proxy.failing = path
-            with pytest.raises(WeightUpdateError, match="500: told to fail|none was in rotation"):
+            with pytest.raises(WeightUpdateError, match=r"500: told to fail|none was in rotation"):
                 async with asyncio.timeout(TOLD):
                     await line.publish(version)
             assert proxy.failures > failures

@@ -20,7 +20,7 @@ from areal_like.errors import WeightUpdateError
 if TYPE_CHECKING:
     from conftest import Line
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(TEST)
 
 PROMPT = [10, 200, 31, 77, 150, 42]
 DOOMED = Path(__file__).parent / "doomed_trainer.py"
