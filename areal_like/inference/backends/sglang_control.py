@@ -140,6 +140,8 @@ class SglangControl:
             raise StaleCommand(f"{self._name}: commit of {version} after {self._state.epoch.version}")
         wanted, applied = (incarnation, version), self._applied
         if applied is not None and (applied.incarnation, applied.version) == wanted and not self._damaged:
+            if self._paused:  # the call that was to resume it failed
+                await self._continue(timeout=timeout)
             return self._receipt(applied, seconds_paused=0.0, interrupted=0)
         staged = self._staged
         if staged is None or (staged.incarnation, staged.version) != wanted:

@@ -202,6 +202,21 @@ async def test_committing_again_does_nothing(control: SglangControl, engine: Sgl
         await control.commit(version=2, incarnation=0, mode=InterruptMode.KEEP, timeout=10)
 
 
+async def test_committing_again_resumes_a_server_that_could_not_be_resumed(
+    control: SglangControl, engine: Sglang, writer: DiskWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def failed(content: dict[str, Any]) -> web.Response:
+        return web.Response(status=500)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "continue_generation", failed)
+        with pytest.raises(ServerUnavailable, match="/continue_generation: 500"):
+            await update(control, version(writer, 1))
+    assert (await control.health(timeout=10)).paused
+    assert (await update(control, version(writer, 1))).version == 1
+    assert not (await control.health(timeout=10)).paused
+
+
 async def test_older_commands_are_refused(control: SglangControl, writer: DiskWriter) -> None:
     first, second = version(writer, 1), version(writer, 2)
     await update(control, second)
