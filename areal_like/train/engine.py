@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,8 @@ from areal_like.config.actor import OptimizerConfig
 from areal_like.train.batching import MicroBatch
 from areal_like.train.lora import adapted_layers, adapter_weights, merged_weights
 from areal_like.train.model import PolicyModel, counted_cost
-from areal_like.train.parallel import Parallel, shard
+from areal_like.train.parallel import Parallel
+from areal_like.train.parameters import hold, local_part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +46,15 @@ class TrainEngine:
         compute_dtype: torch.dtype | None = None,
         offload: bool = False,
     ) -> None:
-        """``total_steps``: optimiser steps of the whole run, for the LR schedule. ``offload``: see :func:`shard`."""
+        """``total_steps``: optimiser steps of the whole run, for the LR schedule. ``offload``: see :func:`hold`."""
         self.parallel = parallel
         self.sampling = policy.sampling
         self.dtype = next(policy.parameters()).dtype
         self._export_dtype = compute_dtype or self.dtype
         self.cost = counted_cost(policy.language_model)
         self._policy = policy
-        self._sharded = shard(policy, parallel, compute_dtype, offload=offload)
+        self._names = [name for name, p in policy.language_model.named_parameters() if p.requires_grad]
+        self._parameters = hold(policy, parallel, compute_dtype, offload=offload)
         self._clipping = optimizer.gradient_clipping
         self._schedule = LearningRate(
             peak=optimizer.lr,
@@ -61,8 +63,7 @@ class TrainEngine:
             total_steps=total_steps,
             min_ratio=optimizer.min_lr_ratio,
         )
-        self._shards = _local_shards(policy)
-        self._names = [name for name, p in policy.language_model.named_parameters() if p.requires_grad]
+        self._shards = _local_shards(self._parameters.trained)
         self._adamw = torch.optim.AdamW(
             [local for _, local in self._shards],
             lr=optimizer.lr,
@@ -88,20 +89,15 @@ class TrainEngine:
 
     def end_of_pass(self) -> None:
         """After passes without gradient: let go of the gathered weights, which no backward pass will do."""
-        for module in self._sharded:
-            module.reshard()
+        self._parameters.end_of_pass()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradients of ``loss``; ranks exchange them with the ``last`` micro-batch of a step."""
-        outermost = self._sharded[0]
-        outermost.set_requires_gradient_sync(last)
-        # one rank has no memory to win from letting go of weights that the next micro-batch reads again
-        outermost.set_reshard_after_backward(last or self.parallel.shards > 1)
-        torch.autograd.backward(loss)
+        self._parameters.backward(loss, last=last)
 
     def step(self) -> StepOutcome:
         """Clip and step. A gradient that is not finite anywhere skips the step on every rank, and is counted."""
-        gradients = [_local(p.grad) for p, _ in self._shards if p.grad is not None]
+        gradients = [local_part(p.grad) for p, _ in self._shards if p.grad is not None]
         norm = self._global_norm(gradients)
         lr = self._schedule.at(self._steps)
         skipped = not bool(torch.isfinite(norm))
@@ -111,10 +107,11 @@ class TrainEngine:
             if norm > self._clipping:
                 torch._foreach_mul_(gradients, float(self._clipping / (norm + 1e-6)))
             for parameter, local in self._shards:
-                local.grad = None if parameter.grad is None else _local(parameter.grad)
+                local.grad = None if parameter.grad is None else local_part(parameter.grad)
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._adamw.step()
+            self._parameters.stepped()
             self._steps += 1
         for parameter, local in self._shards:
             parameter.grad = local.grad = None
@@ -144,6 +141,7 @@ class TrainEngine:
         self._steps, self._skipped = (int(n) for n in state["steps"])
         for _, local in self._shards:
             self._moments(local)["step"].fill_(float(self._steps))
+        self._parameters.stepped()
 
     def _moments(self, local: torch.nn.Parameter) -> dict[str, Tensor]:
         """AdamW's state of one shard, zeros where it has not stepped yet, as AdamW would make it."""
@@ -156,7 +154,8 @@ class TrainEngine:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the model by its Hugging Face name, whole, one at a time; a tied tensor once; adapters added.
 
-        Collective: each step gathers one tensor from all ranks, so every rank must iterate to the end.
+        Collective: each step gathers one tensor from all ranks, so every rank must iterate to the end. A tensor may
+        share the model's memory: it is what it says until the next optimiser step.
         """
         model = self._policy.language_model
         kept = set(model.state_dict().keys())
@@ -181,15 +180,15 @@ class TrainEngine:
         return whole
 
 
-def _local_shards(policy: PolicyModel) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-    """Every parameter that is trained beside a plain one that shares the memory of this rank's shard.
+def _local_shards(trained: Sequence[torch.nn.Parameter]) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+    """Every parameter that is trained beside a plain one that shares the memory of this rank's part of it.
 
     The optimiser works on the plain ones: the same numbers, without a DTensor's cost per operation.
     """
     pairs = []
-    for parameter in filter(lambda p: p.requires_grad, policy.parameters()):
-        local = torch.nn.Parameter(_local(parameter.detach()))
-        assert local.data_ptr() == _local(parameter.detach()).data_ptr()
+    for parameter in trained:
+        local = torch.nn.Parameter(local_part(parameter.detach()))
+        assert local.data_ptr() == local_part(parameter.detach()).data_ptr()
         pairs.append((parameter, local))
     return pairs
 
@@ -206,7 +205,3 @@ def _like(parameter: Tensor, local: Tensor) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from areal_like.train.batching import MicroBatch
 from areal_like.train.model import PolicyModel
-from areal_like.train.parallel import Parallel, shard
+from areal_like.train.parallel import Parallel
+from areal_like.train.parameters import hold
 
 
 class Reference:
@@ -22,7 +23,7 @@ class Reference:
     def __init__(self, policy: PolicyModel, parallel: Parallel, *, compute_dtype: torch.dtype | None = None) -> None:
         policy.requires_grad_(False)
         self._policy = policy
-        self._sharded = shard(policy, parallel, compute_dtype)
+        self._parameters = hold(policy, parallel, compute_dtype)
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
@@ -32,5 +33,4 @@ class Reference:
 
     def end_of_pass(self) -> None:
         """Let go of the gathered weights."""
-        for module in self._sharded:
-            module.reshard()
+        self._parameters.end_of_pass()

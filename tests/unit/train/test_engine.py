@@ -91,7 +91,7 @@ def test_bfloat16_computes_and_exports_so_but_keeps_float32_masters(model_dir, o
     policy = PolicyModel(load_language_model(model_dir), Sampling())
     # the norms are 1.0: a step of 4e-4 is below bfloat16's spacing there (4e-3), so only float32 can add the steps up
     engine = TrainEngine(policy, one_rank, actor_of(lr=4e-4).optimizer, total_steps=30, compute_dtype=torch.bfloat16)
-    exported = dict(engine.named_weights())
+    exported = {name: tensor.clone() for name, tensor in engine.named_weights()}
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
     assert engine.logprobs_without_gradient(any_batch(torch.float32)).dtype == torch.float32
     engine.end_of_pass()
