@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Sequence
 
@@ -23,12 +24,19 @@ for name in sys.argv[1:]:
 def installed_version(python: str, packages: Sequence[str]) -> str:
     """The version of the first of ``packages`` that is installed in the environment of ``python``; empty if none is.
 
+    What ``PYTHONPATH`` adds counts, since a server that we start has it, too; the folder we happen to be in does not.
+
     Raises:
         ConfigError: ``python`` is no interpreter that answers.
     """
     try:
         answer = subprocess.run(
-            [python, "-I", "-c", _QUESTION, *packages], capture_output=True, text=True, timeout=_TIMEOUT, check=False
+            [python, "-c", _QUESTION, *packages],
+            env={**os.environ, "PYTHONSAFEPATH": "1"},
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"rollout.python: {python} cannot be asked for versions: {error}") from error

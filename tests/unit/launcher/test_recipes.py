@@ -43,10 +43,10 @@ def recipe(request: pytest.FixtureRequest, tmp_path: Path, python: str) -> tuple
     model = write_model(tmp_path / "model", context=8192)
     data = tmp_path / "train.jsonl"
     data.write_text("".join(json.dumps(ROW) + "\n" for _ in range(256)))
-    config = load_config(
-        request.param,
-        [f"model.path={model}", f"train_dataset.path={data}", f"rollout.python={python}"],
-    )
+    paths = [f"model.path={model}", f"train_dataset.path={data}", f"rollout.python={python}"]
+    if load_config(request.param, []).valid_dataset is not None:
+        paths.append(f"valid_dataset.path={data}")
+    config = load_config(request.param, paths)
     found = re.search(r"_(\d+)gpu$", request.param.stem)
     assert found is not None
     return config, Machine(cores=16 * int(found[1]), gpus=int(found[1]))
@@ -55,6 +55,7 @@ def recipe(request: pytest.FixtureRequest, tmp_path: Path, python: str) -> tuple
 def test_there_is_one_for_each_engine_and_size() -> None:
     names = {path.stem for path in RECIPES}
     assert {f"{engine}_{gpus}gpu" for engine in ("vllm", "sglang") for gpus in (1, 8)} <= names
+    assert {"smollm2_arithmetic_1gpu", "smollm2_arithmetic_2gpu"} <= names
 
 
 def test_a_recipe_passes_every_check(recipe: tuple[ExperimentConfig, Machine]) -> None:

