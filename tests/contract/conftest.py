@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from subjects import (
+    HUNG,
     ROOT,
     SUBJECTS,
     TOKEN,
@@ -50,7 +52,7 @@ from areal_like.weights.transports.base import WeightWriter, make_writer
 TINY = "AREAL_LIKE_CONTRACT_TINY"
 #: one for the whole session: a server that lives through many tests never sees a version again
 _VERSIONS = itertools.count(1)
-_KEPT = 3
+_KEPT = 2
 
 
 def _parameters() -> list[Any]:
@@ -116,7 +118,7 @@ class Trainer:
     made: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     def weights(self, version: int) -> dict[str, torch.Tensor]:
-        """Making them takes seconds on a real model; the last few are kept."""
+        """Making them takes seconds on a real model; the last two are kept."""
         if version not in self.made:
             self.made[version] = perturbed(self.model, version)
             for older in sorted(self.made)[:-_KEPT]:
@@ -176,18 +178,9 @@ class Line:
         return fmean(self.differences(answer, version, **how)[first:last])
 
 
-@pytest.fixture
-def run_id() -> Iterator[str]:
-    name = f"contract-{uuid.uuid4().hex[:12]}"
-    yield name
-    left = list_segments(name)
-    remove_segments(name)
-    assert left == ()
-
-
-@pytest.fixture
-def open_line(subject: Subject, trained: Any, oracle: Any, tokenizer: Any, run_id: str, tmp_path: Path) -> Any:
-    """Opens a :class:`Line` to a server; the server's first version is published."""
+@pytest.fixture(scope="session")
+def open_line(subject: Subject, trained: Any, oracle: Any, tokenizer: Any) -> Any:
+    """Opens a :class:`Line` to a server; the server's first version is published. Deadlines are for what hangs."""
 
     @asynccontextmanager
     async def opened(
@@ -195,16 +188,19 @@ def open_line(subject: Subject, trained: Any, oracle: Any, tokenizer: Any, run_i
         *,
         interrupt: InterruptMode = InterruptMode.KEEP,
         transport: TransportKind = TransportKind.SHM,
-        timeout: float = 120.0,
-        update_timeout: float = 60.0,
+        timeout: float = HUNG,
+        update_timeout: float = HUNG,
         publish: bool = True,
     ) -> AsyncIterator[Line]:
+        run_id = f"contract-{uuid.uuid4().hex[:12]}"
         backend = get_backend(subject.name)
-        version = await backend.version(server.url, token=TOKEN, timeout=30)
+        version = await backend.version(server.url, token=TOKEN, timeout=HUNG)
         settings = LinkSettings(token=TOKEN, version=version, transport=transport)
         link = backend.connect(server.name, server.url, settings)
         async with AsyncExitStack() as stack:
-            writer = make_writer(transport, run_id=run_id, directory=tmp_path / "weights", bucket_bytes=16 * 2**20)
+            stack.callback(_nothing_left, run_id)
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="contract-")))
+            writer = make_writer(transport, run_id=run_id, directory=folder, bucket_bytes=16 * 2**20)
             stack.callback(writer.close)
             pool = await stack.enter_async_context(ServerPool(replace(HealthPolicy(), readmit_after=0.2)))
             await pool.add(server.name, server.url, link.control, link.dialect)
@@ -213,6 +209,7 @@ def open_line(subject: Subject, trained: Any, oracle: Any, tokenizer: Any, run_i
                 RemoteEngine(pool, token=TOKEN, timeout=timeout, retry=RetryPolicy(first=0.05, limit=0.5), rules=rules)
             )
             trainer = Trainer(model=trained, writer=writer)
+            stack.callback(trainer.made.clear)  # gigabytes, which a cycle of references would keep
             channel = WeightChannel(trainer, pool, interrupt=interrupt, timeout=update_timeout)
             line = Line(
                 subject=subject, server=server, link=link, pool=pool, engine=engine, channel=channel, trainer=trainer,
@@ -223,6 +220,13 @@ def open_line(subject: Subject, trained: Any, oracle: Any, tokenizer: Any, run_i
             yield line
 
     return opened
+
+
+def _nothing_left(run_id: str) -> None:
+    """In shared memory."""
+    left = list_segments(run_id)
+    remove_segments(run_id)
+    assert left == ()
 
 
 @pytest.fixture

@@ -28,11 +28,17 @@ TOKEN = "contract-token"
 CONTEXT = 640
 BATCH = 128
 #: seconds a server may take to start on a machine that does other things too
-START = 400.0
+START = 900.0
+#: seconds after which a call hangs: no machine that can run the suite at all is as slow as that
+HUNG = 600.0
+#: seconds for a test, far more than every deadline in it
+TEST = 3600
 
 _PLAY = """
-import sys
+import signal, sys
 from areal_like.inference.spec import EngineSpec, InferenceServerSpec
+from launcher.child import die_with_parent
+die_with_parent(signal.SIGTERM)
 kind, spec, token = sys.argv[1:]
 ready = lambda url: print("READY", url, flush=True)
 if kind == "embedded":

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import AsyncIterator
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+import pytest_asyncio
+from subjects import HUNG, TEST, ServerProcess
 
 from areal_like.api.generation import StopReason
 from areal_like.errors import RequestError
@@ -16,9 +19,16 @@ from areal_like.errors import RequestError
 if TYPE_CHECKING:
     from conftest import Line
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(TEST), pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = [10, 200, 31, 77, 150, 42]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def line(open_line: Any, server: ServerProcess) -> AsyncIterator[Line]:
+    """One version for all: nothing is published here, and publishing takes seconds."""
+    async with open_line(server) as opened:
+        yield opened
 
 
 async def test_logprobs_are_those_of_the_distribution_sampled_from(line: Line) -> None:
@@ -122,7 +132,7 @@ async def test_an_answer_that_is_cut_goes_on_where_it_ended(line: Line) -> None:
     most = line.subject.long
     asked = asyncio.create_task(line.ask(PROMPT, max_new_tokens=most, rid="cut-in-the-middle"))
     await in_hand(line, 1)
-    await line.link.control.abort(["cut-in-the-middle.1"], timeout=30)
+    await line.link.control.abort(["cut-in-the-middle.1"], timeout=HUNG)
     answer = await asked
     assert (answer.output_len, answer.interruptions, answer.stop_reason) == (most, 1, StopReason.LENGTH)
     assert set(answer.output_versions) == {line.version}
@@ -142,13 +152,13 @@ async def test_an_answer_that_nobody_waits_for_is_given_up(line: Line) -> None:
 
 async def in_hand(line: Line, count: int) -> None:
     """Return once the server says that it has ``count`` requests."""
-    async with asyncio.timeout(120):
-        while (await line.link.control.health(timeout=30)).in_flight != count:  # noqa: ASYNC110  # another process
+    async with asyncio.timeout(HUNG):
+        while (await line.link.control.health(timeout=HUNG)).in_flight != count:  # noqa: ASYNC110  # another process
             await asyncio.sleep(0.01)
 
 
 async def test_without_the_token_nothing_is_answered(line: Line) -> None:
-    async with httpx.AsyncClient(base_url=line.server.url, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=line.server.url, trust_env=False, timeout=HUNG) as http:
         for path in ("/generate", "/inference/v1/generate", "/pause", "/resume", "/update_weights", "/collective_rpc"):
             assert (await http.post(path, json={})).status_code == 401
     assert (await line.ask(PROMPT, max_new_tokens=1)).output_len == 1

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from fakes.proxy import Proxy, proxied
-from subjects import ServerProcess
+from subjects import TEST, ServerProcess
 
 from areal_like.errors import InfrastructureError, WeightUpdateError
 

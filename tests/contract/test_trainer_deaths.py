@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from subjects import ROOT, ServerProcess, Subject
+from subjects import ROOT, TEST, ServerProcess, Subject
 
 from areal_like.api.weights import Manifest, TransportKind
 from areal_like.errors import WeightUpdateError

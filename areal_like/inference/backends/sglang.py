@@ -65,13 +65,14 @@ _GPU_ONLY: Mapping[str, str] = {
     "enable_weights_cpu_backup": "SGLang releases memory on GPUs only",
     "enable_deterministic_inference": "SGLang has its seeded sampling on GPUs only",
 }
-#: a CPU has neither SGLang's kernels nor graphs
+#: a CPU has neither SGLang's kernels nor graphs, and an idle scheduler would keep one of its cores busy
 _CPU_DEFAULTS: Mapping[str, Any] = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
     "cuda_graph_backend_decode": "disabled",
     "cuda_graph_backend_prefill": "disabled",
     "max_total_tokens": 16384,
+    "sleep_on_idle": True,
     "mem_fraction_static": 0.3,
 }
 
