@@ -68,7 +68,7 @@ async def test_a_server_that_does_not_answer_is_an_error_in_time() -> None:
         writer.close()
 
     async with await asyncio.start_server(listen, "127.0.0.1", 0) as silent:
-        http = EngineHttp("s0", "http://127.0.0.1:{}".format(silent.sockets[0].getsockname()[1]), token="t")
+        http = EngineHttp("s0", f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}", token="t")
         with pytest.raises(ServerUnavailable, match=r"/fine: no answer within 0\.1 s"):
             await http.get("/fine", timeout=0.1)
         await http.aclose()
