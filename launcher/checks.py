@@ -29,14 +29,14 @@ from areal_like.weights.segments import segment_directory
 from launcher.devices import Machine, this_machine
 from launcher.engines import check_capabilities, engine_environment
 from launcher.model_files import ModelFacts, inspect_model, vocabulary_size
-from launcher.processes import INFERENCE, TRAIN, compute_threads, gpus_wanted, plan_processes
+from launcher.processes import compute_threads, gpus_wanted, plan_processes
 from launcher.run_directory import check_run_directory
+from launcher.transport_checks import LOOPBACK, check_collective, check_ipc
 
 #: rows whose prompts are measured; a few seconds at most
 _MEASURED_ROWS = 5_000
 #: copies of the weights that shared memory should have room for: the live one, the next, and the page table's slack
 _SHM_COPIES = 3
-_LOOPBACK = ("127.", "localhost", "::1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,7 @@ def check_experiment(
     rows = gathered.run(lambda: _read_dataset("train_dataset.path", config.train_dataset.path, None)) or []
     valid = _valid_rows(config, gathered)
     gathered.run(lambda: check_collective(config, machine))
+    gathered.run(lambda: check_ipc(config, machine))
     gathered.run(lambda: check_plugins(config, tokenizer))
     gathered.run(lambda: check_ports(config.rollout.host, config.rollout.port, config.rollout.spec.data))
     if run_directory:
@@ -251,22 +252,6 @@ def _prompt_lengths(tokenizer: FastTokenizer | None, rows: Sequence[dict[str, An
     return lengths
 
 
-def check_collective(config: ExperimentConfig, machine: Machine) -> None:
-    """NCCL needs a GPU for every member of a group; gloo does with host memory."""
-    if config.weights.transport is not TransportKind.COLLECTIVE or config.weights.group == "gloo":
-        return
-    planned = plan_processes(config, machine)
-    trainer = next(p.device for p in planned if p.role == TRAIN)
-    servers = {device for p in planned if p.role == INFERENCE for device in p.devices}
-    if trainer == "cpu" and config.weights.group == "auto":
-        return
-    if "cpu" in servers | {trainer} or trainer in servers:
-        raise ConfigError(
-            f"weights.group: {config.weights.group!r} means nccl, which needs a GPU for the trainer ({trainer}) and "
-            f"others for the servers ({', '.join(sorted(servers))}); use weights.group=gloo"
-        )
-
-
 def check_shared_memory(config: ExperimentConfig, model: ModelFacts) -> list[str]:
     """Containers often come with 64 MB of shared memory, where a writer is killed without a word."""
     if config.weights.transport is not TransportKind.SHM:
@@ -305,7 +290,7 @@ def resource_warnings(config: ExperimentConfig, machine: Machine, rows: int) -> 
         )
     if 0 < rows < batch:
         warnings.append(f"train_dataset: {rows} rows for a batch of {batch} groups: prompts repeat within a batch")
-    if not config.rollout.host.startswith(_LOOPBACK):
+    if not config.rollout.host.startswith(LOOPBACK):
         warnings.append(f"rollout.host: {config.rollout.host} can be reached from other machines (token needed)")
     return warnings
 

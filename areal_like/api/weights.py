@@ -11,6 +11,7 @@ class TransportKind(StrEnum):
     DISK = "disk"
     SHM = "shm"
     COLLECTIVE = "collective"
+    IPC = "ipc"
 
 
 class InterruptMode(StrEnum):
@@ -38,8 +39,8 @@ class TensorEntry(_Wire):
 class Manifest(_Wire):
     """A complete, ordered list of what version ``version`` consists of, and where it lies.
 
-    ``location`` is a directory (disk), a shared-memory segment name (shm) or where the trainer's store listens
-    (collective); it is meaningful to ``transport`` only.
+    ``location`` is a directory (disk), a shared-memory segment name (shm), where the trainer's store listens
+    (collective) or handles of GPU memory as JSON (ipc); it is meaningful to ``transport`` only.
     ``digest`` covers every entry's name, dtype, shape and content digest.
     """
 

@@ -129,6 +129,7 @@ class TrainWorker(TrainMethods):
             bucket_bytes=self._spec.weights.bucket_bytes,
             host=self._spec.weights.host,
             group=self._weights_group(),
+            stall=self._spec.weights.stall_timeout,
         )
         stack.callback(writer.close)
         return writer

@@ -1,4 +1,5 @@
-"""Digests of tensors: sensitive to dtype, shape and every byte.
+"""Digests of tensors: sensitive to dtype, shape and every byte. Of two kinds: SHA-256 on the host, and one that a GPU
+computes (``weights.device_digest``) for transports between GPUs.
 
 SHA-256, cut to 128 bits: with the processor's SHA instructions it runs at 1.8 GB/s on one core, where blake2b
 reaches 0.8 (both measured); hashlib releases the GIL meanwhile.
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from areal_like.api.weights import TensorEntry
+from areal_like.weights.device_digest import device_digest, is_device_digest
 from areal_like.weights.manifest import ITEM_BYTES, ContentDigest, manifest_digest
 
 __all__ = ["byte_chunks", "dtype_name", "manifest_digest", "parse_dtype", "tensor_digest", "tensor_entry"]
@@ -39,8 +41,13 @@ def byte_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield flat[start : start + CHUNK_BYTES].cpu().numpy().data
 
 
-def tensor_digest(tensor: torch.Tensor) -> str:
-    """Digest of dtype, shape and content; works for any dtype (bf16 too) and device."""
+def tensor_digest(tensor: torch.Tensor, like: str = "") -> str:
+    """Digest of dtype, shape and content; works for any dtype (bf16 too) and device.
+
+    ``like``: a digest of the kind that is wanted; SHA-256 without.
+    """
+    if is_device_digest(like):
+        return device_digest(tensor)
     state = ContentDigest(dtype_name(tensor.dtype), tensor.shape)
     for chunk in byte_chunks(tensor):
         state.update(chunk)

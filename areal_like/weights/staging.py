@@ -127,7 +127,7 @@ class StagedWeights:
             for target, (a, b) in self._unless_discarded(manifest, pairs):
                 place = self._place_of[target]
                 merged = add_adapter(self._base(place), _read(reader, a), _read(reader, b))
-                casts[place] = tensor_digest(self._buffer(place).copy_(merged))
+                casts[place] = tensor_digest(self._buffer(place).copy_(merged), a.digest)
                 place_of |= {a.name: place, b.name: place}
         gone = [self._places[place][0] for place in self._bases if place not in casts]
         if gone:
@@ -189,7 +189,8 @@ class StagedWeights:
         held = self._committed
         if held is None:
             return manifest_digest(tensor_entry(name, tensor) for name, tensor in self._live.items())
-        digests = {place: self._place_digest(place) for place in range(len(self._places))}
+        like = held.manifest.tensors[0].digest
+        digests = {place: self._place_digest(place, like) for place in range(len(self._places))}
         entries: list[TensorEntry] = []
         for entry in held.manifest.tensors:
             place = held.place_of[entry.name]
@@ -198,8 +199,8 @@ class StagedWeights:
             entries.append(entry.model_copy(update={"digest": entry.digest if cast_held else live}))
         return manifest_digest(entries)
 
-    def _place_digest(self, place: int) -> str:
-        found = [tensor_digest(tensor) for tensor in self._tensors(place)]
+    def _place_digest(self, place: int, like: str) -> str:
+        found = [tensor_digest(tensor, like) for tensor in self._tensors(place)]
         if len(set(found)) == 1:
             return found[0]
         # the tie broke and its views differ now: a digest that no single tensor has
@@ -247,14 +248,14 @@ class StagedWeights:
         """Transfer into the place's buffer. The private copy is verified, so nothing can change in between."""
         buffer = self._buffer(place)
         dtype = parse_dtype(entry.dtype)
-        direct = buffer.dtype == dtype and buffer.device.type == "cpu"
-        received = buffer if direct else torch.empty(entry.shape, dtype=dtype)
+        direct = buffer.dtype == dtype and buffer.device.type == reader.device.type
+        received = buffer if direct else torch.empty(entry.shape, dtype=dtype, device=reader.device)
         reader.read_into(entry, received)
         _verify(entry, received)
         if not direct:
             buffer.copy_(received)
         if buffer.dtype != dtype:
-            casts[place] = tensor_digest(buffer)
+            casts[place] = tensor_digest(buffer, entry.digest)
 
     def _buffer(self, place: int) -> torch.Tensor:
         """Allocated at first use and kept: memory stays flat over updates."""
@@ -280,15 +281,15 @@ def _use_device(device: torch.device) -> None:
 
 
 def _read(reader: WeightReader, entry: TensorEntry) -> torch.Tensor:
-    """A verified private copy on the CPU."""
-    received = torch.empty(entry.shape, dtype=parse_dtype(entry.dtype))
+    """A verified private copy where the reader reads."""
+    received = torch.empty(entry.shape, dtype=parse_dtype(entry.dtype), device=reader.device)
     reader.read_into(entry, received)
     _verify(entry, received)
     return received
 
 
 def _verify(entry: TensorEntry, received: torch.Tensor) -> None:
-    found = tensor_digest(received)
+    found = tensor_digest(received, entry.digest)
     if found != entry.digest:
         raise WeightUpdateError(
             f"tensor {entry.name!r}: its bytes have digest {found}, the manifest says {entry.digest}; "

@@ -95,7 +95,7 @@ class SglangBackend:
             engine="SGLang",
             version=version,
             interrupts=frozenset(InterruptMode),
-            transports=frozenset(TransportKind) if groups else _FOLDERS,
+            transports=_FOLDERS | {TransportKind.COLLECTIVE} if groups else _FOLDERS,  # its ipc carries pickles
             spans=True,
             seeds="repeats only with sglang.enable_deterministic_inference: true, on a GPU",
             memory=MEMORY_NEEDS,

@@ -3,12 +3,15 @@
 ``start`` touches nothing; ``update {stage}`` checks the manifest and begins to fetch; ``update {wait}`` tells how that
 ended; ``finish`` loads: layer-wise reload as vLLM's own engines do, then the tied head, whose packed copy vLLM
 forgets on a CPU. It uses private names of vLLM; the version is pinned in ``requirements/vllm.txt``.
+
+What comes from GPU to GPU is received by vLLM's own engines (``native``) in ``finish``, straight into the loader.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +26,22 @@ from vllm.distributed.weight_transfer.base import (
 
 from areal_like.api.weights import Manifest
 from areal_like.errors import WeightUpdateError
+from areal_like.inference.vllm_plugin import native
+from areal_like.inference.vllm_plugin.delivery import Delivery, Source, open_delivery
 from areal_like.inference.vllm_plugin.receiver import Receiver, Staged
+from areal_like.inference.vllm_plugin.recorder import Recorder, comparable, first_difference
 from areal_like.weights.checkpoint import HEAD, Expected
+from areal_like.weights.device_digest import DeviceDigests
+from areal_like.weights.nccl import NcclGroups
+from areal_like.weights.transports.ipc import SharedBuckets
+from areal_like.weights.transports.seat import Membership
 
 #: parameters up to this size are read back after loading: norms and biases, some in every layer
 _COMPARED_BYTES = 2**20
+#: seconds until all members of a group between GPUs have joined it
+_JOIN_TIMEOUT = 60.0
+#: seconds for a group whose device has nothing left to do
+_SETTLED = 1.0
 
 
 @dataclass
@@ -52,7 +66,10 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config: WeightTransferConfig, *arguments: Any, **named: Any) -> None:
         super().__init__(config, *arguments, **named)
-        self._receiver = Receiver(self.device)
+        on_gpu = self.device.type == "cuda"
+        self._receiver = Receiver(self.device, self._deliver if on_gpu else None)
+        self._membership: Membership | None = None
+        self._digests: DeviceDigests | None = None
         self._expected: Expected | None = None
         self._loaded: Manifest | None = None
         self._loaded_seconds = 0.0
@@ -88,17 +105,22 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             WeightUpdateError: nothing is staged (nothing was touched), or a tensor did not arrive in the model.
         """
         staged = self._receiver.take()
-        self._damaged = True
-        try:
-            _load(self.model, self.model_config, staged)
-        except BaseException:
-            _put_back(self.model)
-            raise
+        if staged.delivery is not None:
+            self._receive(staged.manifest, staged.delivery)
+        else:
+            self._damaged = True
+            try:
+                _load(self.model, self.model_config, staged)
+            except BaseException:
+                _put_back(self.model)
+                raise
         self._damaged = False
         self._loaded, self._loaded_seconds = staged.manifest, staged.seconds
 
     def shutdown(self) -> None:
         self._receiver.discard()
+        if self._membership is not None:
+            self._membership.leave()
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
@@ -134,6 +156,59 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             "pid": os.getpid(),
         }
 
+    def _deliver(self, manifest: Manifest) -> Delivery:
+        """How a version comes from GPU to GPU; what it will be verified with is made ready."""
+        if self._digests is None:
+            self._digests = DeviceDigests(self.device)
+        self._digests.reserve(max(entry.nbytes for entry in manifest.tensors))
+        return open_delivery(manifest, self._member, self.device)
+
+    def _member(self) -> Membership:
+        if self._membership is None:
+            groups = NcclGroups(self.device, timeout=_JOIN_TIMEOUT, opening=native.unpinned)
+            self._membership = Membership(groups, self.device)
+        return self._membership
+
+    def _receive(self, manifest: Manifest, delivery: Delivery) -> None:
+        """Load what comes, and verify that it is what was published. Until bytes come, nothing is touched."""
+        touched = False
+
+        def take(source: Source) -> None:
+            nonlocal touched
+            if touched:  # by a group that broke
+                torch.cuda.synchronize()
+                _put_back(self.model)
+            touched = self._damaged = True
+            self._take(manifest, source)
+
+        try:
+            delivery.receive(take)
+        except BaseException:
+            if touched:
+                torch.cuda.synchronize()
+                _put_back(self.model)
+            raise
+
+    def _take(self, manifest: Manifest, source: Source) -> None:
+        assert self._digests is not None
+        tied = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
+        recorder = Recorder(
+            self.model,
+            self._digests,
+            kept=comparable(self.model, _COMPARED_BYTES),
+            held_back=frozenset({HEAD}) if tied else frozenset(),
+        )
+        try:
+            with torch.no_grad(), _reloaded(self.model, self.model_config, tied=tied):
+                native.feed(source, recorder, manifest, self)
+                native.settle()
+                if not isinstance(source, SharedBuckets):
+                    source.wait(_SETTLED)
+                recorder.verify(manifest)
+        finally:
+            recorder.drop()
+        _check_arrived(self.model, recorder.copies, recorder.loaded, tied=tied)
+
     def _newest(self) -> tuple[int, int]:
         return (self._loaded.incarnation, self._loaded.version) if self._loaded else (-1, -1)
 
@@ -150,17 +225,24 @@ def _load(model: Any, model_config: Any, staged: Staged) -> None:
     Raises:
         WeightUpdateError: a tensor did not arrive.
     """
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
     tied = bool(getattr(model_config.hf_config, "tie_word_embeddings", False))
     travelling = {name: tensor for name, tensor in staged.tensors.items() if not (tied and name == HEAD)}
-    with torch.no_grad():
-        initialize_layerwise_reload(model)
+    with torch.no_grad(), _reloaded(model, model_config, tied=tied):
         loaded = model.load_weights(iter(travelling.items()))
-        finalize_layerwise_reload(model, model_config)
-        for head in _tied_heads(model, tied=tied):
-            head.quant_method.process_weights_after_loading(head)
-    _check_arrived(model, travelling, loaded, tied=tied)
+    small = {name: tensor for name, tensor in travelling.items() if tensor.nbytes <= _COMPARED_BYTES}
+    _check_arrived(model, small, loaded, tied=tied)
+
+
+@contextmanager
+def _reloaded(model: Any, model_config: Any, *, tied: bool) -> Iterator[None]:
+    """Around ``model.load_weights``: vLLM's layer-wise reload, and heads that follow their embedding."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    initialize_layerwise_reload(model)
+    yield
+    finalize_layerwise_reload(model, model_config)
+    for head in _tied_heads(model, tied=tied):
+        head.quant_method.process_weights_after_loading(head)
 
 
 def _tied_heads(model: torch.nn.Module, *, tied: bool) -> Iterator[Any]:
@@ -172,20 +254,17 @@ def _tied_heads(model: torch.nn.Module, *, tied: bool) -> Iterator[Any]:
 
 
 def _check_arrived(
-    model: torch.nn.Module, staged: dict[str, torch.Tensor], loaded: set[str] | None, *, tied: bool
+    model: torch.nn.Module, sent: Mapping[str, torch.Tensor], loaded: set[str] | None, *, tied: bool
 ) -> None:
-    """Every parameter was named by the loader; small ones that keep their checkpoint's form are compared."""
+    """Every parameter was named by the loader; those of ``sent`` that keep their checkpoint's form are compared."""
     parameters = dict(model.named_parameters())
     if loaded is not None:
         missed = sorted(parameters.keys() - loaded - ({HEAD} if tied else set()))
         if missed:
             raise WeightUpdateError(f"parameters {missed[:4]} were not loaded although every tensor came")
-    for name, tensor in staged.items():
-        live = parameters.get(name)
-        if live is None or live.shape != tensor.shape or tensor.nbytes > _COMPARED_BYTES:
-            continue  # fused, packed or padded; or it would cost the pause more than it tells
-        if not torch.equal(live.detach().cpu(), tensor.to(live.dtype)):
-            raise WeightUpdateError(f"tensor {name!r} was loaded, and the model's parameter differs from it")
+    odd = first_difference(parameters, sent)
+    if odd:
+        raise WeightUpdateError(f"tensor {odd!r} was loaded, and the model's parameter differs from it")
 
 
 def _put_back(model: torch.nn.Module) -> None:

@@ -23,18 +23,18 @@ from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import parse_qs, urlsplit
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from areal_like.api.weights import Manifest, TensorEntry, TransportKind
 from areal_like.errors import WeightUpdateError
 from areal_like.weights.buckets import Cursor, Piece, aligned_bucket_bytes, plan_buckets
 from areal_like.weights.digest import byte_chunks, tensor_entry
 from areal_like.weights.manifest import make_manifest
-from areal_like.weights.transports.door import Door, Shelf
+from areal_like.weights.transports.door import Door, Shelf, split_pieces
+from areal_like.weights.transports.meeting import Meeting, open_store, reach_store
 
 #: seconds after the first reader of a round until it closes without those that were expected
 JOIN_WINDOW = 3.0
@@ -42,52 +42,10 @@ JOIN_WINDOW = 3.0
 CALL_TIMEOUT = 30.0
 #: seconds a reader waits for the trainer to take notice of it
 PATIENCE = 120.0
-#: seconds until the trainer's store must accept a connection
-_CONNECT = 5.0
 #: seconds between two looks at the store, where it can only be asked
 _LOOK = 0.02
 #: broken groups that a reader leaves behind before it gives up
 _MOST_ROUNDS = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
-    """A manifest's location: where the trainer's store is, under which key this version is offered, and how.
-
-    ``door``: the port for engines that join a group of their own making (``weights.transports.door``).
-    """
-
-    host: str
-    port: int
-    key: str
-    bucket_bytes: int
-    backend: str
-    door: int = 0
-
-    def location(self) -> str:
-        query = f"bucket_bytes={self.bucket_bytes}&backend={self.backend}&door={self.door}"
-        return f"tcp://{self.host}:{self.port}/{self.key}?{query}"
-
-    @classmethod
-    def parse(cls, location: str) -> Meeting:
-        """The inverse of :meth:`location`.
-
-        Raises:
-            WeightUpdateError: it is no location of this transport.
-        """
-        try:
-            parts = urlsplit(location)
-            query = parse_qs(parts.query)
-            return cls(
-                host=parts.hostname or "",
-                port=parts.port or 0,
-                key=parts.path.lstrip("/"),
-                bucket_bytes=int(query["bucket_bytes"][0]),
-                backend=query["backend"][0],
-                door=int(query.get("door", ["0"])[0]),
-            )
-        except (KeyError, ValueError) as error:
-            raise WeightUpdateError(f"{location!r} is no location of the collective transport: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +67,7 @@ class CollectiveWriter:
         self._bucket_bytes = aligned_bucket_bytes(bucket_bytes)
         self._host, self._backend = host, backend
         self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        listener = socket.create_server((host, 0))
-        self._port: int = listener.getsockname()[1]
-        self._store = TCPStore(
-            host, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        self._store, self._port = open_store(host)
         self._door = Door(host=host, store=self._store, backend=backend, device=self._device)
         self._changed = threading.Condition()
         self._offer: _Offer | None = None
@@ -132,7 +86,7 @@ class CollectiveWriter:
                 self._store.set(f"{self._offer.key}/over", "1")
             self._offer = offer
             self._changed.notify()
-        self._door.show(Shelf(offer.key, entries, packer.buckets))
+        self._door.show(Shelf(offer.key, packer.buckets, split_pieces(entries, self._bucket_bytes)))
         meeting = Meeting(
             host=self._host, port=self._port, key=offer.key, bucket_bytes=self._bucket_bytes, backend=self._backend,
             door=self._door.port,
@@ -193,18 +147,15 @@ class CollectiveWriter:
 class CollectiveReader:
     """A server's end for one version. Buckets arrive in order, so tensors must be asked for in the manifest's order."""
 
+    device = torch.device("cpu")
+
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._meeting = meeting = Meeting.parse(manifest.location)
         plan = plan_buckets([entry.nbytes for entry in manifest.tensors], meeting.bucket_bytes)
         self._pieces = {entry.name: pieces for entry, pieces in zip(manifest.tensors, plan, strict=True)}
         self._count = 1 + max((piece.bucket for pieces in plan for piece in pieces), default=-1)
-        try:
-            # a plain connection first: the store would try a dead address for minutes
-            socket.create_connection((meeting.host, meeting.port), timeout=_CONNECT).close()
-            self._store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=CALL_TIMEOUT))
-        except (OSError, RuntimeError) as error:
-            raise WeightUpdateError(f"version {manifest.version}: the trainer does not answer: {error}") from error
+        self._store = reach_store(meeting, f"version {manifest.version}", timeout=CALL_TIMEOUT)
         self._stream = self._buckets()
         self._bucket = torch.empty(0, dtype=torch.uint8)
         self._number = -1

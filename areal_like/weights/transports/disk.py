@@ -77,6 +77,8 @@ class DiskWriter:
 class DiskReader:
     """Reads one snapshot."""
 
+    device = torch.device("cpu")
+
     def __init__(self, manifest: Manifest) -> None:
         self._directory = Path(manifest.location)
         self._files: dict[str, Any] = {}

@@ -28,6 +28,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from areal_like.api.weights import TensorEntry
 from areal_like.weights.buckets import Piece, plan_buckets
+from areal_like.weights.chunks import Chunk
 
 #: seconds that one collective call may take: an engine that hangs is as good as lost
 CALL_TIMEOUT = 60.0
@@ -38,15 +39,11 @@ _LONGEST = 4 * 2**20
 class Shelf:
     """One version's tensors, packed in buckets as its readers expect them."""
 
-    def __init__(self, key: str, entries: Sequence[TensorEntry], buckets: Sequence[torch.Tensor]) -> None:
-        """``buckets``: uint8, equally long, on the CPU, laid out by :func:`plan_buckets`."""
+    def __init__(self, key: str, buckets: Sequence[torch.Tensor], pieces: Mapping[str, tuple[Piece, ...]]) -> None:
+        """``buckets``: uint8, on any device; ``pieces``: where in them each tensor lies, by its name."""
         self.key = key
         self._buckets = buckets
-        size = buckets[0].numel() if buckets else 1
-        plan = plan_buckets([entry.nbytes for entry in entries], size)
-        self._pieces: Mapping[str, tuple[Piece, ...]] = {
-            entry.name: pieces for entry, pieces in zip(entries, plan, strict=True)
-        }
+        self._pieces = pieces
 
     def parts(self, name: str) -> Iterator[torch.Tensor]:
         """The tensor's bytes, in order. Raises KeyError for a name that is not there."""
@@ -56,6 +53,21 @@ class Shelf:
     def flat(self, names: Sequence[str]) -> torch.Tensor:
         """The bytes of several tensors, one after the other: uint8 [n]."""
         return torch.cat([part for name in names for part in self.parts(name)])
+
+
+def split_pieces(entries: Sequence[TensorEntry], bucket_bytes: int) -> Mapping[str, tuple[Piece, ...]]:
+    """Of tensors in equal buckets, laid out by :func:`plan_buckets`."""
+    plan = plan_buckets([entry.nbytes for entry in entries], bucket_bytes)
+    return {entry.name: pieces for entry, pieces in zip(entries, plan, strict=True)}
+
+
+def packed_pieces(entries: Sequence[TensorEntry], chunks: Sequence[Chunk]) -> Mapping[str, tuple[Piece, ...]]:
+    """Of tensors in chunks (``weights.chunks``): each is one piece."""
+    return {
+        entry.name: (Piece(bucket=number, offset=offset, tensor_offset=0, nbytes=entry.nbytes),)
+        for number, chunk in enumerate(chunks)
+        for entry, offset in zip(entries[chunk.first : chunk.last], chunk.offsets, strict=True)
+    }
 
 
 class Door:
@@ -156,7 +168,7 @@ def _sum(shelf: Shelf, names: Sequence[str]) -> str:
     state = hashlib.sha256()
     for name in names:
         for part in shelf.parts(name):
-            state.update(part.numpy().data)
+            state.update(part.cpu().numpy().data)
     return state.hexdigest()
 
 

@@ -92,6 +92,8 @@ class ShmWriter:
 class ShmReader:
     """Reads one version out of a segment, and refuses once the segment holds another."""
 
+    device = torch.device("cpu")
+
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         try:

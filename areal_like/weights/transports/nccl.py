@@ -1,0 +1,310 @@
+"""``collective`` over NCCL, the trainer's end: a packed copy on the trainer's GPU, broadcast to GPUs.
+
+    write:  pack into device buckets, digest there --> offer            (the trainer goes on with its next step)
+    thread: round: who joined --> group, kept while its members stay the same --> all receiving? --> go --> broadcast
+
+The group is formed and warmed up while servers still generate. Buckets leave only once every member is receiving, so
+no GPU spins while a server drains. A member that is lost breaks the round: the communicator is aborted, the trainer
+lives on, and the others meet again in the next round (``weights.transports.rounds``).
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from areal_like.api.weights import Manifest, TransportKind
+from areal_like.errors import WeightUpdateError
+from areal_like.weights.device_packer import DevicePacker, Packed
+from areal_like.weights.manifest import make_manifest
+from areal_like.weights.nccl import Group, GroupBroken, Groups
+from areal_like.weights.transports.door import Door, Shelf, packed_pieces
+from areal_like.weights.transports.meeting import DEFAULT_STALL, Meeting, open_store
+from areal_like.weights.transports.rounds import (
+    PULSE,
+    QUICK_LOOK,
+    SLOW_LOOK,
+    Member,
+    RoundKeys,
+    Terms,
+    fault_of,
+    over_key,
+    own_host,
+)
+
+_LOG = logging.getLogger(__name__)
+
+#: seconds after the first member of a round until it closes without those that were expected
+JOIN_WINDOW = 3.0
+#: seconds between two looks while nobody has joined
+_IDLE_LOOK = 0.02
+#: seconds until a member that joined has said who it is
+_INTRODUCTION = 2.0
+#: seconds that members get to say that they are done once the next version is on its way
+_GRACE = 1.0
+#: bytes of the broadcasts that make a new group's connections: of a small and of a large message's protocol
+WARM_UP_BYTES = (4096, 32 * 2**20)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Offer:
+    key: str
+    packed: Packed
+
+
+class _Over(Exception):
+    """The version is no longer offered."""
+
+
+class NcclWriter:
+    """The trainer's end (rank 0). Keeps one packed copy of the model on its GPU."""
+
+    def __init__(
+        self, *, host: str, bucket_bytes: int, groups: Groups, device: torch.device, stall: float = DEFAULT_STALL
+    ) -> None:
+        """``host``: address of this machine that the servers can reach.
+
+        ``stall``: seconds without progress, or without a sign of life, after which a member counts as lost.
+        """
+        self._host, self._groups, self._device, self._stall = host, groups, device, stall
+        self._packer = DevicePacker(device, bucket_bytes)
+        self._store, self._port = open_store(host)
+        self._door = Door(host=host, store=self._store, backend="nccl", device=device)
+        self._ranks: Mapping[str, int] = {}
+        self._group: Group | None = None
+        self._group_name = ""
+        self._changed = threading.Condition()
+        self._reading = threading.Lock()
+        self._offer: _Offer | None = None
+        self._closed = False
+        self._expected = 1
+        self._thread = threading.Thread(target=self._serve, name="weights-sender", daemon=True)
+        self._thread.start()
+
+    def write(self, version: int, incarnation: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
+        """See :meth:`WeightWriter.write`. The version before is gone."""
+        self._withdraw()
+        packed = self._packer.pack(tensors)
+        offer = _Offer(key=f"{secrets.token_hex(16)}.v{version}.i{incarnation}", packed=packed)
+        with self._changed:
+            self._offer = offer
+            self._changed.notify()
+        self._door.show(Shelf(offer.key, packed.buckets, packed_pieces(packed.entries, packed.chunks)))
+        meeting = Meeting(
+            host=self._host, port=self._port, key=offer.key, bucket_bytes=self._packer.bucket_bytes, backend="nccl",
+            door=self._door.port, stall=self._stall,
+        )  # fmt: skip
+        return make_manifest(version, incarnation, TransportKind.COLLECTIVE, meeting.location(), packed.entries)
+
+    def close(self) -> None:
+        """Stop offering, and leave the group. The thread is a daemon, and ends for itself."""
+        self._door.close()
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(timeout=self._stall)
+        if self._group is not None:
+            self._group.abort()
+
+    def _withdraw(self) -> None:
+        """Nobody reads the buckets any more. Raises WeightUpdateError where that cannot be had."""
+        with self._changed:
+            offer, self._offer = self._offer, None
+        if offer is not None:
+            self._store.set(over_key(offer.key), "1")
+        if not self._reading.acquire(timeout=2 * self._stall):
+            raise WeightUpdateError(f"the version before is still being sent, {2 * self._stall:g} s after it was over")
+        self._reading.release()
+
+    # -- the thread --
+
+    def _serve(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._offer is not None)
+                if self._closed:
+                    return
+                offer = self._offer
+            if offer is not None:
+                self._serve_offer(offer)
+
+    def _serve_offer(self, offer: _Offer) -> None:
+        """Rounds of one version, until there is another."""
+        served, number = 0, 0
+        try:
+            while True:
+                keys = RoundKeys(key=offer.key, number=number)
+                members = self._close_round(offer, keys, wanted=max(self._expected - served, 1))
+                if self._run_round(offer, keys, members):
+                    served += len(members)
+                number += 1
+        except _Over:
+            self._expected = max(served, 1)
+
+    def _run_round(self, offer: _Offer, keys: RoundKeys, members: Sequence[Member]) -> bool:
+        """False where it broke. The thread must live on, whatever went wrong: the next round may do better."""
+        try:
+            self._round(offer, keys, members)
+        except _Over:
+            raise
+        except Exception as error:  # supervision boundary of the thread
+            _LOG.warning("a broadcast of weights broke, its members meet again: %s", error)
+            self._drop_group()
+            self._store.set(keys.broken, str(error) or type(error).__name__)
+            return False
+        return True
+
+    def _close_round(self, offer: _Offer, keys: RoundKeys, *, wanted: int) -> Sequence[Member]:
+        """Wait for a round's members. Raises _Over."""
+        first = 0.0
+        while True:
+            self._check_offered(offer)
+            joined: int = self._store.add(keys.joined, 0)
+            now = time.monotonic()
+            first = first or (now if joined else 0.0)
+            if joined and (joined >= wanted or now - first > JOIN_WINDOW):
+                return [member for place in range(1, joined + 1) for member in self._introduced(keys.member(place))]
+            time.sleep(SLOW_LOOK if joined else _IDLE_LOOK)
+
+    def _introduced(self, key: str) -> Sequence[Member]:
+        """Who took a place; nobody where it was lost before it said so."""
+        deadline = time.monotonic() + _INTRODUCTION
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                return ()
+            time.sleep(SLOW_LOOK)
+        return (Member.from_json(self._store.get(key)),)
+
+    def _round(self, offer: _Offer, keys: RoundKeys, members: Sequence[Member]) -> None:
+        """One broadcast. Raises GroupBroken, or _Over where it did not come to that."""
+        group = self._meet(keys, members)
+        if group is None:
+            return
+        pulses = _Pulses(self._store.add, keys, len(members), self._stall)
+        ranks = range(1, 1 + len(members))
+
+        def still() -> None:
+            self._check_offered(offer)
+            pulses.check()
+
+        self._until(keys, [keys.receiving(rank) for rank in ranks], still)
+        with self._reading:
+            self._check_offered(offer)
+            self._store.set(keys.go, "1")
+            with side_stream(self._device):
+                for bucket in offer.packed.buckets:
+                    group.broadcast(bucket, src=0)
+            group.wait(self._stall)
+        self._until(keys, [keys.done(rank) for rank in ranks], self._patience(offer, pulses))
+
+    def _patience(self, offer: _Offer, pulses: _Pulses) -> Callable[[], None]:
+        """For members that have everything, and must only say so: a moment longer than the version is offered."""
+        left = [_GRACE / QUICK_LOOK]
+
+        def still() -> None:
+            pulses.check()
+            if self._closed or self._offer is not offer:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise GroupBroken("a member did not say that it had everything before the version was over")
+
+        return still
+
+    def _until(self, keys: RoundKeys, wanted: Sequence[str], still: Callable[[], None]) -> None:
+        """Until all keys are there. Raises GroupBroken where a member says that the round broke."""
+        while not self._store.check(list(wanted)):
+            if self._store.check([keys.broken]):
+                raise GroupBroken(f"a member left: {self._store.get(keys.broken).decode()}")
+            still()
+            time.sleep(QUICK_LOOK)
+
+    def _meet(self, keys: RoundKeys, members: Sequence[Member]) -> Group | None:
+        """The group of these members: the one from before, or a new one; None where they can form none."""
+        if not members:
+            raise GroupBroken("nobody who joined said who it is")
+        group = self._group
+        stayed = {m.id for m in members} == self._ranks.keys() and all(m.held == self._group_name for m in members)
+        if group is not None and not group.broken and stayed:
+            self._tell(keys, Terms(group=self._group_name, unique_id=b"", ranks=self._ranks))
+            return group
+        self._drop_group()
+        fault = fault_of(members, self._ourselves())
+        ranks = {} if fault else {member.id: rank for rank, member in enumerate(members, start=1)}
+        name = secrets.token_hex(8)
+        terms = Terms(group=name, unique_id=b"" if fault else self._groups.unique_id(), ranks=ranks, fault=fault)
+        self._tell(keys, terms)
+        if fault:
+            return None
+        group = self._groups.join(terms.unique_id, rank=0, size=terms.size)
+        self._group, self._group_name, self._ranks = group, name, ranks
+        warm_up(group, self._device, self._stall)
+        return group
+
+    def _tell(self, keys: RoundKeys, terms: Terms) -> None:
+        self._store.set(keys.terms, terms.to_json())
+
+    def _ourselves(self) -> Member:
+        return Member(
+            id="trainer", held=self._group_name, library=self._groups.version, gpu=self._groups.device_name,
+            host=own_host(),
+        )  # fmt: skip
+
+    def _drop_group(self) -> None:
+        group, self._group, self._group_name, self._ranks = self._group, None, "", {}
+        if group is not None:
+            group.abort()
+
+    def _check_offered(self, offer: _Offer) -> None:
+        if self._closed or self._offer is not offer:
+            raise _Over
+
+
+def warm_up(group: Group, device: torch.device, stall: float) -> None:
+    """Both sides of a new group: make its connections and load its kernels, while nobody is paused."""
+    with side_stream(device):
+        for nbytes in WARM_UP_BYTES:
+            group.broadcast(torch.zeros(nbytes, dtype=torch.uint8, device=device), src=0)
+        group.wait(stall)
+
+
+@contextmanager
+def side_stream(device: torch.device) -> Iterator[None]:
+    """Work that waits for no kernel of the model's; ahead of them where there is a choice."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        yield
+
+
+class _Pulses:
+    """Members' signs of life."""
+
+    def __init__(self, add: Callable[[str, int], int], keys: RoundKeys, count: int, stall: float) -> None:
+        self._add, self._keys, self._stall = add, keys, stall
+        now = time.monotonic()
+        self._seen = dict.fromkeys(range(1, 1 + count), (0, now))
+        self._looked = now
+
+    def check(self) -> None:
+        """Raises GroupBroken for a member without a sign of life."""
+        now = time.monotonic()
+        if now - self._looked < PULSE:
+            return
+        self._looked = now
+        for rank, (count, since) in self._seen.items():
+            found = self._add(self._keys.alive(rank), 0)
+            if found != count:
+                self._seen[rank] = (found, now)
+            elif now - since > self._stall:
+                raise GroupBroken(f"member {rank} gave no sign of life for {self._stall:g} s")

@@ -1,0 +1,240 @@
+"""Rounds of the NCCL transport over a real store, with threads for processes and stand-ins for communicators."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch
+
+from areal_like.api.weights import Manifest
+from areal_like.errors import WeightUpdateError
+from areal_like.weights.chunks import plan_chunks
+from areal_like.weights.device_digest import device_digest
+from areal_like.weights.nccl import Group, GroupBroken
+from areal_like.weights.transports import nccl
+from areal_like.weights.transports.nccl import NcclWriter
+from areal_like.weights.transports.nccl_reader import NcclReader
+from areal_like.weights.transports.rounds import Member, RoundKeys, Terms, fault_of
+from areal_like.weights.transports.seat import Membership, Seat
+from tests.fakes.groups import FakeGroup, FakeGroups, FakeNet
+
+CPU = torch.device("cpu")
+STALL = 1.0
+Break = Callable[[FakeGroup, int], None]
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"embed": (50, 33), "norm": (33,), "none": (0, 4), "head": (50, 33), "scale": ()}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def net() -> FakeNet:
+    return FakeNet()
+
+
+@pytest.fixture
+def writer(net: FakeNet, monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclWriter]:
+    monkeypatch.setattr(nccl, "JOIN_WINDOW", 0.3)
+    made = NcclWriter(host="127.0.0.1", bucket_bytes=4096, groups=FakeGroups(net, "gpu-0"), device=CPU, stall=STALL)
+    yield made
+    made.close()
+
+
+class Server:
+    """One receiving process, as a thread plays it."""
+
+    def __init__(self, net: FakeNet, number: int, broken_by: Break = lambda group, place: None) -> None:
+        self.groups = FakeGroups(net, f"gpu-{number}", on_broadcast=broken_by)
+        self.membership = Membership(self.groups, CPU)
+        self.pool = ThreadPoolExecutor(2)
+
+    def take(self, manifest: Manifest, *, before: Callable[[], None] = lambda: None) -> Future[dict[str, str]]:
+        """Digests of everything that arrives."""
+        return self.pool.submit(self._take, manifest, before)
+
+    def _take(self, manifest: Manifest, before: Callable[[], None]) -> dict[str, str]:
+        seat = Seat(manifest, self.membership)
+        seat.prepare()
+        before()
+        found: dict[str, str] = {}
+
+        def take(group: Group) -> None:
+            found.clear()
+            for chunk in plan_chunks(sizes(manifest), seat.bucket_bytes):
+                bucket = torch.empty(chunk.nbytes, dtype=torch.uint8)
+                group.broadcast(bucket, src=0)
+                for entry, offset in zip(manifest.tensors[chunk.first : chunk.last], chunk.offsets, strict=True):
+                    part = bucket[offset : offset + entry.nbytes].view(getattr(torch, entry.dtype)).view(entry.shape)
+                    found[entry.name] = device_digest(part)
+
+        seat.receive(take)
+        return found
+
+
+def told(manifest: Manifest) -> dict[str, str]:
+    return {entry.name: entry.digest for entry in manifest.tensors}
+
+
+def written(writer: NcclWriter, version: int) -> Manifest:
+    return writer.write(version, 0, iter(weights(version).items()))
+
+
+def test_everyone_receives_what_was_written(writer: NcclWriter, net: FakeNet) -> None:
+    manifest = written(writer, 1)
+    assert told(manifest) == {name: device_digest(tensor) for name, tensor in weights(1).items()}
+    servers = [Server(net, 1), Server(net, 2)]
+    assert [task.result(20) for task in [server.take(manifest) for server in servers]] == [told(manifest)] * 2
+
+
+def test_the_group_is_kept_while_its_members_stay(writer: NcclWriter, net: FakeNet) -> None:
+    servers = [Server(net, 1), Server(net, 2)]
+    for version in range(3):
+        manifest = written(writer, version)
+        for task in [server.take(manifest) for server in servers]:
+            assert task.result(20) == told(manifest)
+        if version == 0:  # the first may have met in two rounds: nobody knew how many would come
+            first = len(servers[0].groups.joined) + len(servers[1].groups.joined)
+    assert len(servers[0].groups.joined) + len(servers[1].groups.joined) - first <= 2
+
+
+def test_nothing_is_sent_before_all_are_receiving(writer: NcclWriter, net: FakeNet) -> None:
+    """A server that drains keeps the bytes back from all; nobody's GPU spins meanwhile."""
+    manifest = written(writer, 1)
+    drained = threading.Event()
+    early, late = Server(net, 1), Server(net, 2)
+    tasks = [early.take(manifest), late.take(manifest, before=lambda: drained.wait(10) and None)]
+    until(lambda: bool(early.groups.joined) and bool(late.groups.joined))
+    wires = [wire for wire in net.wires.values() if len(wire.members) == 3]
+    assert wires
+    until(lambda: all(count == 2 for count in wires[0].taken.values()))  # warmed up
+    assert not any(task.done() for task in tasks)
+    assert len(wires[0].sent) == 2
+    drained.set()
+    assert [task.result(20) for task in tasks] == [told(manifest)] * 2
+
+
+def test_the_others_meet_again_without_one_that_is_lost_in_mid_broadcast(writer: NcclWriter, net: FakeNet) -> None:
+    """It vanishes, as by SIGKILL: no word, no abort, no sign of life any more."""
+    manifest = written(writer, 1)
+    release = threading.Event()
+
+    def vanish(group: FakeGroup, place: int) -> None:
+        if place == 3:
+            release.wait(30)
+            raise GroupBroken("let the test's thread go")
+
+    whole, lost = Server(net, 1), Server(net, 2, broken_by=vanish)
+    kept, gone = whole.take(manifest), lost.take(manifest)
+    assert kept.result(30) == told(manifest)
+    release.set()
+    with pytest.raises(WeightUpdateError):
+        gone.result(30)
+    following = written(writer, 2)
+    assert whole.take(following).result(20) == told(following)
+
+
+def test_one_that_is_lost_before_it_receives_holds_up_nobody_for_long(writer: NcclWriter, net: FakeNet) -> None:
+    manifest = written(writer, 1)
+    whole, lost = Server(net, 1), Server(net, 2)
+    seat = Seat(manifest, lost.membership)
+    kept = whole.take(manifest)
+    seat.prepare()
+    seat.leave()  # its thread ends, and with it its signs of life
+    assert kept.result(30) == told(manifest)
+
+
+def test_a_trainer_that_stops_in_mid_broadcast_ends_the_receiving(
+    net: FakeNet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "JOIN_WINDOW", 0.1)
+    stopped = threading.Event()
+
+    def stop(group: FakeGroup, place: int) -> None:
+        if place == 3:
+            stopped.wait(30)
+
+    groups = FakeGroups(net, "gpu-0", on_broadcast=stop)
+    writer = NcclWriter(host="127.0.0.1", bucket_bytes=4096, groups=groups, device=CPU, stall=STALL)
+    server = Server(net, 1)
+    begun = time.monotonic()
+    task = server.take(written(writer, 1))
+    until(lambda: server.groups.joined != [] and server.groups.joined[0].broken, seconds=10 * STALL)
+    assert time.monotonic() - begun < 8 * STALL
+    stopped.set()
+    assert task.result(30)  # it came to itself: the next round went through
+    writer.close()
+
+
+def test_a_version_that_is_over_is_not_waited_for(writer: NcclWriter, net: FakeNet) -> None:
+    manifest = written(writer, 1)
+    server = Server(net, 1)
+    seat = Seat(manifest, server.membership)
+    seat.prepare()
+    written(writer, 2)
+    with pytest.raises(WeightUpdateError, match="no longer offered"):
+        seat.receive(lambda group: None)
+
+
+def test_a_new_version_waits_for_the_broadcast_of_the_one_before(writer: NcclWriter, net: FakeNet) -> None:
+    manifest = written(writer, 1)
+    server = Server(net, 1)
+    assert server.take(manifest).result(20) == told(manifest)
+    again = written(writer, 2)
+    assert server.take(again).result(20) == told(again)
+    assert len(server.groups.joined) == 1
+
+
+def test_a_trainer_that_is_gone_is_told(writer: NcclWriter, net: FakeNet) -> None:
+    manifest = written(writer, 1)
+    gone = manifest.model_copy(update={"location": manifest.location.replace(f":{writer._port}/", ":1/")})
+    with pytest.raises(WeightUpdateError, match="the trainer does not answer"):
+        Seat(gone, Server(net, 1).membership).prepare()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "version", "said"),
+    [("gpu-0", "22800", "weights.transport=ipc"), ("gpu-1", "22700", "the trainer has NCCL 22800")],
+)
+def test_members_that_can_form_no_group_are_told_why(
+    writer: NcclWriter, net: FakeNet, gpu: str, version: str, said: str
+) -> None:
+    manifest = written(writer, 1)
+    with pytest.raises(WeightUpdateError, match=said):
+        Seat(manifest, Membership(FakeGroups(net, gpu, version=version), CPU)).prepare()
+
+
+def test_a_reader_that_stages_receives_while_it_is_opened(writer: NcclWriter, net: FakeNet) -> None:
+    manifest = written(writer, 1)
+    with NcclReader(manifest, Server(net, 1).membership) as reader:
+        for name, tensor in weights(1).items():
+            entry = next(entry for entry in manifest.tensors if entry.name == name)
+            target = torch.empty_like(tensor)
+            reader.read_into(entry, target)
+            assert torch.equal(target, tensor)
+
+
+def test_terms_and_members_travel_as_json() -> None:
+    terms = Terms(group="g", unique_id=bytes(range(128)), ranks={"a": 1, "b": 2}, fault="")
+    assert Terms.from_json(terms.to_json()) == terms
+    assert terms.size == 3
+    member = Member(id="a", held="", library="22800", gpu="u", host="h")
+    assert Member.from_json(member.to_json()) == member
+    assert fault_of([member], Member(id="t", held="", library="22800", gpu="v", host="h")) == ""
+    assert RoundKeys(key="k", number=2).done(1) == "k/2/done/1"
+
+
+def until(found: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not found():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def sizes(manifest: Manifest) -> Sequence[int]:
+    return [entry.nbytes for entry in manifest.tensors]
