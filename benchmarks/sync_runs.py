@@ -40,7 +40,7 @@ from areal_like.inference.backends.vllm_dialect import CompletionsDialect
 from areal_like.inference.spec import EngineSpec, InferenceServerSpec
 from areal_like.weights.channel import WeightChannel
 from areal_like.weights.segments import remove_segments
-from areal_like.weights.transports.base import DEFAULT_BUCKET_BYTES, WeightWriter, make_writer
+from areal_like.weights.transports.base import WeightWriter, make_writer
 from launcher.environments import installed_version
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,22 +74,26 @@ else:
 
 @dataclass(slots=True, kw_only=True)
 class Server:
-    """A server in a process group of its own."""
+    """A server in a process group of its own; without ``process`` it is somebody else's."""
 
     engine: str
     name: str
     url: str
-    process: subprocess.Popen[bytes]
-    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    log: Path | None = None
     seconds_to_start: float = 0.0
 
     def said(self) -> str:
-        return self.log.read_text(errors="replace")[-3000:]
+        return "" if self.log is None else self.log.read_text(errors="replace")[-3000:]
+
+    def ended(self) -> bool:
+        return self.process is not None and self.process.poll() is not None
 
     def send(self, number: signal.Signals) -> None:
         """To every process of the server."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
 
 
 #: of this process; ended by :func:`end_servers`, whatever ends the benchmark
@@ -170,7 +174,7 @@ def _python_path(folder: Path) -> str:
 
 def end_server(server: Server) -> None:
     """Ask it to end, then end what is left of it."""
-    if server in _RUNNING:
+    if server in _RUNNING and server.process is not None:
         _RUNNING.remove(server)
         if server.process.poll() is None:
             server.process.send_signal(signal.SIGTERM)
@@ -190,6 +194,7 @@ def end_at(seconds: float, leave: Callable[[], None]) -> None:
             server.send(signal.SIGKILL)
         os._exit(124)
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of every `finally`: servers outlive us otherwise
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
@@ -266,6 +271,11 @@ class Line:
             dialect = _AnyVersion(dialect._epoch)
         await self.pool.add(server.name, server.url, watched, dialect)
 
+    async def remove(self, server: Server) -> None:
+        """Forget a server that is gone; its requests wait for another."""
+        del self.watched[server.name]
+        await self.pool.remove(server.name, "its process was killed")
+
     async def ask(self, tokens: int, seed: int = 0) -> ModelResponse:
         """One answer of exactly ``tokens`` tokens to a random prompt."""
         prompt = random.Random(seed).choices(range(3, self.policy.shape.vocabulary), k=PROMPT)
@@ -276,6 +286,12 @@ class Line:
         """Mean |log-prob - forward pass of the trainer's weights| over the answer's tokens."""
         expected = self.policy.logprobs(answer.input_tokens, answer.output_tokens)
         return fmean(abs(ours - theirs) for ours, theirs in zip(answer.output_logprobs, expected, strict=True))
+
+    async def check(self) -> dict[str, Any]:
+        """Ask for a fresh answer and compare it with the trainer's weights."""
+        self.last = await self.ask(CHECKED, seed=time.time_ns())
+        apart = self.apart(self.last)
+        return {"apart": apart, "right": apart < MOST_APART}
 
     async def update(self, version: int) -> dict[str, Any]:
         """Publish new weights, and see whether the server has them: what it took, in seconds.
@@ -289,8 +305,7 @@ class Line:
         began = time.perf_counter()
         receipts = await self.channel.publish(version)
         whole = time.perf_counter() - began
-        self.last = await self.ask(CHECKED, seed=version)
-        apart = self.apart(self.last)
+        checked = await self.check()
         return {
             "version": version,
             "exported": self.channel.statistics().seconds_exported - exported,
@@ -299,20 +314,19 @@ class Line:
             "whole": whole,
             "bytes": receipts[0].bytes,
             "interrupted": sum(receipt.interrupted_requests for receipt in receipts),
-            "apart": apart,
             "apart_before": before,
-            "right": apart < MOST_APART,
+            **checked,
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """How updates travel. ``group``: gloo or nccl, for collective."""
+    """How updates travel. ``group``: gloo or nccl, for collective; ``bucket_bytes``: None is the transport's own."""
 
     kind: TransportKind
     mode: InterruptMode = InterruptMode.KEEP
     group: str = "gloo"
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    bucket_bytes: int | None = None
     incarnation: int = 0
     timeout: float = 120.0
 
@@ -326,7 +340,11 @@ async def open_line(policy: Policy, way: Way, folder: Path) -> AsyncIterator[Lin
     async with AsyncExitStack() as stack:
         stack.callback(remove_segments, run_id)
         writer = make_writer(
-            way.kind, run_id=run_id, directory=folder / run_id, bucket_bytes=way.bucket_bytes, group=way.group
+            way.kind,
+            run_id=run_id,
+            directory=folder / run_id,
+            bucket_bytes=way.bucket_bytes,
+            group=way.group,
         )
         stack.callback(writer.close)
         # an engine under 256 answers may be slow to answer: these servers are not judged by it

@@ -1,0 +1,191 @@
+"""Two GPUs of one host: vLLM on the first, the trainer on the second, weights over NCCL between them.
+
+    python benchmarks/gpu/two_gpu.py [--parts a b c d] [--python ENGINE_PYTHON] [--seconds 540] [--out FILE]
+
+a  updates of SmolLM2's and of a 6B shape under 256 running requests, each checked: seconds exporting, staging, paused,
+   bytes/s; beside a plain torch.distributed broadcast of the same bytes between two processes in the same run
+b  the same experiment synchronous and asynchronous (two_gpu_async.py)
+c  the server killed in the middle of a broadcast, and the trainer (two_gpu_deaths.py)
+d  two FSDP2 ranks give what one gives (tests/gpu/test_two_ranks_cuda.py), and their MFU (train_step.py --ranks 1 2)
+
+Results are written after every part and reading. Without GPUs (``--quick``) parts a and c run on CPUs, over gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parents[1]
+ROOT = BENCHMARKS.parent
+sys.path[:0] = [str(BENCHMARKS / "gpu"), str(BENCHMARKS), str(ROOT)]
+
+from raw_broadcast import raw_broadcast  # noqa: E402
+from sync_policy import Policy  # noqa: E402
+from sync_runs import Server, Way  # noqa: E402
+from two_gpu_deaths import server_killed, trainer_killed, way_of  # noqa: E402
+from update_readings import (  # noqa: E402
+    LEAST_SECONDS,
+    PLANS,
+    Bench,
+    Plan,
+    add_options,
+    bench_of,
+    line_of,
+    make_policy,
+    serving,
+    updates_under_load,
+)
+
+from areal_like.api.weights import InterruptMode  # noqa: E402
+
+#: the shares of the time that is left which parts b and d may take
+SHARE_B, SHARE_D = 0.6, 0.9
+RAW_TIMES = 5
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", default=["a", "c", "d", "b"], choices=sorted(PARTS))
+    parser.add_argument("--shapes", nargs="+", default=["135m", "6b"], choices=sorted(PLANS))
+    parser.add_argument("--modes", nargs="+", default=["keep", "recompute"])
+    parser.add_argument("--deaths-shape", default="6b", choices=sorted(PLANS), help="what is sent in part c")
+    add_options(parser, seconds=540.0)
+    options = parser.parse_args()
+    if options.quick:
+        options.shapes, options.deaths_shape = ["tiny"], "tiny"
+    if torch.cuda.device_count() == 1:
+        parser.error("one GPU is not enough: NCCL wants one for each process; see weight_sync.py")
+    with bench_of("two_gpu", options, gpu=1) as bench:
+        bench.found |= {"gpus": torch.cuda.device_count(), "torch": torch.__version__}
+        for part in options.parts:
+            bench.found[part] = {}
+            attempt(bench, f"part {part}", bench.found[part], lambda row, part=part: PARTS[part](bench, row))
+    return 0 if "failed" not in json.dumps(bench.found) else 1
+
+
+def attempt(bench: Bench, what: str, row: dict[str, Any], work: Callable[[dict[str, Any]], None]) -> None:
+    """What fails leaves the rest; what it had found stays."""
+    if bench.left < LEAST_SECONDS:
+        row["not_run"] = "the time was over"
+    else:
+        try:
+            work(row)
+        except Exception as error:
+            row["failed"] = f"{type(error).__name__}: {error}"[-3000:]
+            row["traceback"] = traceback.format_exc()[-2000:]
+    bench.say(f"{what}: {row.get('failed') or row.get('not_run') or 'done'}")
+    bench.write()
+
+
+# -- a: updates --
+
+
+def part_a(bench: Bench, row: dict[str, Any]) -> None:
+    for name in bench.options.shapes:
+        row[name] = {}
+        attempt(bench, name, row[name], lambda found, name=name: measure_shape(bench, PLANS[name], found))
+
+
+def measure_shape(bench: Bench, plan: Plan, row: dict[str, Any]) -> None:
+    backend = "nccl" if bench.device.type == "cuda" else "gloo"
+    row["raw"] = raw = raw_broadcast(plan.shape, backend, RAW_TIMES, timeout=120)
+    for kind, reading in raw.items():
+        bench.say(f"{plan.shape}: raw {kind}: {reading['seconds']:.3f} s, {reading['bytes_per_second'] / 1e9:.1f} GB/s")
+    policy = make_policy(bench, plan)
+    row |= {"parameters": policy.shape.parameters, "bytes": policy.nbytes, "requests": plan.requests, "updates": {}}
+    with serving(bench, plan, shared=False, transport="collective") as server:
+        row["seconds_to_start"] = server.seconds_to_start
+        for mode in bench.options.modes:
+            found: dict[str, Any] = {}
+            row["updates"][mode] = found
+            attempt(
+                bench,
+                f"{plan.shape}, {mode}",
+                found,
+                lambda f, m=mode: f.update(_updates(bench, plan, policy, server, m)),
+            )
+            bench.say(f"{plan.shape}, {mode}: {line_of(found)}")
+            if "paused" in found:
+                found["of_raw"] = _of_raw(found, raw)
+                bench.say(f"{plan.shape}, {mode}: of the fastest raw broadcast's bytes/s: {found['of_raw']}")
+            if server.ended():
+                raise RuntimeError(f"the server ended:\n{server.said()}")
+    bench.write()
+
+
+def _updates(bench: Bench, plan: Plan, policy: Policy, server: Server, mode: str) -> dict[str, Any]:
+    over = way_of(bench.device, 0)
+    way = Way(kind=over.kind, group=over.group, bucket_bytes=over.bucket_bytes, mode=InterruptMode(mode))
+    return asyncio.run(updates_under_load(bench, plan, policy, server, way))
+
+
+def _of_raw(found: dict[str, Any], raw: dict[str, Any]) -> dict[str, float]:
+    """Bytes/s by the fastest raw broadcast's: of the broadcast alone, and of the whole pause around it."""
+    best = max(reading["bytes_per_second"] for reading in raw.values())
+    return {key: found["bytes"] / found[key] / best for key in ("broadcast", "paused") if key in found}
+
+
+# -- b, c, d --
+
+
+def part_b(bench: Bench, row: dict[str, Any]) -> None:
+    try:
+        from benchmarks.gpu.two_gpu_async import run_part
+    except ImportError as error:
+        row["not_run"] = f"no two_gpu_async.py: {error}"
+        return
+    out = bench.folder / "async.json" if bench.options.out is None else bench.options.out.with_suffix(".async.json")
+    row |= run_part(out, quick=bench.options.quick, budget_seconds=SHARE_B * bench.left)
+
+
+def part_c(bench: Bench, row: dict[str, Any]) -> None:
+    plan = PLANS[bench.options.deaths_shape]
+    policy = make_policy(bench, plan)
+    for death in (server_killed, trainer_killed):
+        row[death.__name__] = found = {}
+
+        def work(found: dict[str, Any], death: Any = death) -> None:
+            found |= asyncio.run(death(bench, plan, policy))
+            bench.say(f"{death.__name__}: {'held' if found['held'] else 'DID NOT HOLD'}")
+
+        attempt(bench, death.__name__, found, work)
+
+
+def part_d(bench: Bench, row: dict[str, Any]) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, f"--rootdir={ROOT}", "--import-mode=importlib"]
+    tests = subprocess.run(
+        [*command, "-p", "no:cacheprovider", "tests/gpu/test_two_ranks_cuda.py"],
+        cwd=ROOT, capture_output=True, text=True, timeout=max(bench.left, 1), check=False,
+    )  # fmt: skip
+    row |= {"tests_passed": tests.returncode == 0, "tests_said": tests.stdout[-1500:]}
+    bench.say(f"two ranks against one: {tests.stdout.strip().splitlines()[-1:]}")
+    bench.write()
+    if bench.device.type != "cuda":
+        row["train_step"] = "not run: no GPUs"
+        return
+    out = bench.folder / "train_step.json"
+    seconds = SHARE_D * bench.left if bench.options.parts[-1] == "d" else min(150.0, SHARE_D * bench.left)
+    subprocess.run(
+        [sys.executable, str(BENCHMARKS / "gpu" / "train_step.py"), "--ranks", "1", "2", "--shapes", "1.5b",
+         "--seconds", str(seconds), "--only", "ours, mixed rows", "ours, even rows", "--out", str(out)],
+        cwd=ROOT, timeout=bench.left + 30, check=False,
+    )  # fmt: skip
+    row["train_step"] = json.loads(out.read_text())
+
+
+PARTS: dict[str, Callable[[Bench, dict[str, Any]], None]] = {"a": part_a, "b": part_b, "c": part_c, "d": part_d}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

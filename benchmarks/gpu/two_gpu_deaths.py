@@ -1,0 +1,253 @@
+"""Part c of two_gpu.py: somebody is killed while weights are on their way between two GPUs. What does that cost?
+
+``server_killed``: the server's processes get SIGKILL when the second bucket is leaving the trainer.
+``trainer_killed``: a trainer of its own process kills itself at that moment. Without GPUs the same over gloo.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent)]
+
+from broadcast_watch import watched_broadcasts  # noqa: E402
+from sync_policy import SYNC_SHAPES, Policy  # noqa: E402
+from sync_runs import TOKEN, Line, Load, Server, Watched, Way, open_line  # noqa: E402
+from update_readings import Bench, Plan, serving  # noqa: E402
+
+from areal_like.api.weights import TransportKind  # noqa: E402
+from areal_like.errors import ArealLikeError, WeightUpdateError  # noqa: E402
+
+#: seconds until a GPU that should be free, or a server that should answer, is given up
+PATIENCE = 90.0
+#: seconds between two looks
+_LOOK = 0.1
+#: bytes by which a second communicator may differ from the first
+_SLACK = 128 * 2**20
+
+
+def way_of(device: torch.device, incarnation: int) -> Way:
+    """Over NCCL; over gloo without GPUs, in buckets small enough that there are several."""
+    if device.type == "cuda":
+        return Way(kind=TransportKind.COLLECTIVE, group="nccl", incarnation=incarnation, timeout=PATIENCE)
+    return Way(kind=TransportKind.COLLECTIVE, bucket_bytes=2**18, incarnation=incarnation, timeout=PATIENCE)
+
+
+# -- the server dies --
+
+
+async def server_killed(bench: Bench, plan: Plan, policy: Policy) -> dict[str, Any]:
+    """Seconds until the trainer is free, until a new server has the version, and what comes after."""
+    row: dict[str, Any] = {"memory": {"before": _used(bench.device)}}
+    async with open_line(policy, way_of(bench.device, 0), bench.folder) as line:
+        with serving(bench, plan, name="first", shared=False, transport="collective") as first:
+            await line.add(first)
+            row["before"] = await line.update(bench.next_version())
+            row["memory"]["with a group"] = _used(bench.device)
+            load = Load(line, plan.requests, plan.answer_tokens)
+            row["running"] = await load.start()
+            row |= await _kill_and_wait(bench, line, first)
+        await line.remove(first)
+        row["memory"]["after the death"] = _used(bench.device)
+        bench.say(f"the trainer is free: {_short(row)}")
+        with serving(bench, plan, name="second", shared=False, transport="collective") as second:
+            row |= await _rejoin(bench, line, second)
+            row["memory"]["with the second group"] = _used(bench.device)
+            row["answers"] = await load.stop()
+    grown = row["memory"]["with the second group"] - row["memory"]["with a group"]
+    row["first_group_freed"] = grown < _SLACK
+    row["held"] = bool(
+        row["killed_while_sending"]
+        and row["trainer_works"]
+        and row["first_group_freed"]
+        and row["rejoined"]["right"]
+        and row["after"]["right"]
+        and row["answers"]["whole"]
+    )
+    return row
+
+
+async def _kill_and_wait(bench: Bench, line: Line, server: Server) -> dict[str, Any]:
+    killed: list[float] = []
+
+    def kill() -> None:
+        server.send(signal.SIGKILL)
+        killed.append(time.monotonic())
+
+    version = bench.next_version()
+    await asyncio.to_thread(line.policy.renew, version)
+    told = "it was published"
+    with watched_broadcasts() as seen:
+        seen.on_fatal = kill
+        try:
+            await line.channel.publish(version)
+        except WeightUpdateError as error:
+            told = str(error)
+    ended = time.monotonic()
+    work = _device_seconds(line.policy)
+    works = work is not None
+    return {
+        "version": version,
+        "killed_while_sending": bool(killed) and told != "it was published",
+        "told": told[:600],
+        "seconds_until_publish_ended": ended - killed[0] if killed else None,
+        "seconds_until_device_free": time.monotonic() - killed[0] if killed and works else None,
+        "trainer_works": works,
+    }
+
+
+def _device_seconds(policy: Policy) -> float | None:
+    """Seconds for some work on the trainer's device; None where it does not end."""
+    done: list[float] = []
+
+    def work() -> None:
+        began = time.monotonic()
+        policy.logprobs([5, 6, 7], [8, 9])
+        policy.wait()
+        done.append(time.monotonic() - began)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    return done[0] if done else None
+
+
+async def _rejoin(bench: Bench, line: Line, server: Server) -> dict[str, Any]:
+    """A new server gets the version that the lost one did not, and updates go on."""
+    began = time.monotonic()
+    await line.add(server)
+    receipt = await line.channel.readmit(server.name)
+    seconds = time.monotonic() - began
+    rejoined = await line.check()
+    return {
+        "seconds_to_start_another": server.seconds_to_start,
+        "rejoined": {"seconds": seconds, "version": receipt.version, **rejoined},
+        "after": await line.update(bench.next_version()),
+    }
+
+
+# -- the trainer dies --
+
+
+async def trainer_killed(bench: Bench, plan: Plan, policy: Policy) -> dict[str, Any]:
+    """What the server says, and how long it takes until a new trainer's whole update mends it."""
+    row: dict[str, Any] = {}
+    with serving(bench, plan, name="third", shared=False, transport="collective") as server:
+        async with open_line(policy, way_of(bench.device, 0), bench.folder) as line:
+            await line.add(server)
+            row["before"] = await line.update(bench.next_version())
+            load = Load(line, plan.requests, plan.answer_tokens)
+            row["running"] = await load.start()
+            first = bench.next_version()
+            bench.next_version()
+            status, said = await _doomed_trainer(server, plan.shape, first)
+            died = time.monotonic()
+            row |= {"trainer_ended_with": status, "killed_while_sending": status == -signal.SIGKILL, "it_said": said}
+            row["server_says"] = await _words_of(line.watched[server.name], died)
+            async with open_line(policy, way_of(bench.device, 2), bench.folder) as other:
+                await _join_in_time(other, server)
+                row["mended"] = await other.update(bench.next_version())
+                row["seconds_until_mended"] = time.monotonic() - died
+                row["after"] = await other.update(bench.next_version())
+            row["answers"] = await load.stop()
+    row["held"] = bool(row["killed_while_sending"] and row["mended"]["right"] and row["after"]["right"])
+    return row
+
+
+async def _doomed_trainer(server: Server, shape: str, version: int) -> tuple[int | None, str]:
+    """Runs :func:`doomed` in a process of its own; its exit status, and the end of what it said."""
+    command = [sys.executable, __file__, server.engine, server.name, server.url, shape, str(version)]
+    with tempfile.TemporaryFile() as output:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=output, stderr=output, env={**os.environ, "AREAL_LIKE_TOKEN": TOKEN}
+        )
+        try:
+            async with asyncio.timeout(2 * PATIENCE):
+                await process.wait()
+        finally:
+            with suppress(ProcessLookupError):
+                process.kill()
+        output.seek(0)
+        return process.returncode, output.read().decode(errors="replace")[-600:]
+
+
+async def _words_of(control: Watched, died: float) -> list[dict[str, Any]]:
+    """What the server says of itself, at once and until it stops changing or says what is wrong."""
+    words: list[dict[str, Any]] = []
+    while time.monotonic() - died < PATIENCE:
+        now = await _word(control)
+        if not words or {**words[-1], "after": 0} != {**now, "after": 0}:
+            words.append({**now, "after": round(time.monotonic() - died, 2)})
+        if now.get("error") or now.get("state") in ("failed", "idle", "applied"):
+            break
+        await asyncio.sleep(_LOOK)
+    return words
+
+
+async def _word(control: Watched) -> dict[str, Any]:
+    try:
+        health = await control.health(timeout=5.0)
+        found = {"status": health.status, "version": health.version, "paused": health.paused}
+        inner = getattr(control, "_status", None)
+        if inner is not None:  # vLLM's workers tell more
+            status = await inner(timeout=5.0)
+            found |= {"state": status.state, "error": status.error[:300], "damaged": status.damaged}
+        else:
+            found["state"] = "idle"
+        return found
+    except ArealLikeError as error:
+        return {"unavailable": f"{type(error).__name__}: {error}"[:200]}
+
+
+async def _join_in_time(line: Line, server: Server) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return await line.add(server)
+        except ArealLikeError:
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(_LOOK)
+
+
+async def doomed(engine: str, name: str, url: str, shape: str, version: int) -> None:
+    """Publishes one version, and ends in the middle of the next."""
+    device = torch.device("cuda", 1) if torch.cuda.is_available() else torch.device("cpu")
+    policy = Policy(SYNC_SHAPES[shape], device)
+    with tempfile.TemporaryDirectory() as folder:
+        async with open_line(policy, way_of(device, 1), Path(folder)) as line:
+            await line.add(Server(engine=engine, name=name, url=url))
+            await line.update(version)
+            with watched_broadcasts() as seen:
+                seen.on_fatal = lambda: os.kill(os.getpid(), signal.SIGKILL)
+                await line.update(version + 1)
+
+
+def _used(device: torch.device) -> int:
+    """Bytes in use on the trainer's device, by whoever; 0 without one."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free)
+
+
+def _short(row: dict[str, Any]) -> str:
+    seconds = row["seconds_until_device_free"]
+    return f"{seconds:.2f} s after the kill" if seconds is not None else f"not sent: {row['told']}"
+
+
+if __name__ == "__main__":
+    asyncio.run(doomed(*sys.argv[1:5], int(sys.argv[5])))
