@@ -60,7 +60,7 @@ class Subject:
         moment: seconds in which a long answer is not finished, and a control call is.
         spans: it tells which version wrote each token.
         long: tokens of an answer that an update meets half written.
-        update: seconds that are enough for an update on a machine that does other things too.
+        update: seconds after which an update is given up whose trainer hangs.
         seeds: a seed repeats an answer.
         staged: whatever the transport, bytes arrive beside the live weights.
     """
@@ -72,13 +72,13 @@ class Subject:
     spans: bool = True
     moment: float = 4.0
     long: int = 160
-    update: float = 60.0
+    update: float = 30.0
     seeds: bool = True
     staged: bool = True
 
 
 EMBEDDED = Subject(name="embedded", dtype="float32", noise=1e-4, apart=0.1, moment=0.05, long=400, update=12.0)
-VLLM = Subject(name="vllm", dtype="bfloat16", noise=0.1, apart=0.2)
+VLLM = Subject(name="vllm", dtype="bfloat16", noise=0.1, apart=0.15)
 #: in float32, where it agrees closely; on a CPU it honours no seeds
 SGLANG = Subject(name="sglang", dtype="float32", noise=1e-3, apart=0.05, seeds=False, staged=False)
 SUBJECTS = {subject.name: subject for subject in (EMBEDDED, VLLM, SGLANG)}

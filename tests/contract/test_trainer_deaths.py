@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from subjects import ROOT, TEST, ServerProcess, Subject
+from subjects import HUNG, ROOT, TEST, ServerProcess, Subject
 
 from areal_like.api.weights import Manifest, TransportKind
 from areal_like.errors import WeightUpdateError
@@ -24,8 +24,6 @@ pytestmark = pytest.mark.timeout(TEST)
 
 PROMPT = [10, 200, 31, 77, 150, 42]
 DOOMED = Path(__file__).parent / "doomed_trainer.py"
-#: seconds on top, for a server that has to be given up
-GRACE = 60.0
 
 
 class DoomedTrainer:
@@ -66,17 +64,17 @@ async def test_a_trainer_that_ends_while_it_sends(
         with doomed(model_path, subject, number) as trainer:
             lost = line.prepare()
             asked = asyncio.create_task(line.ask(PROMPT, max_new_tokens=64))
-            line.channel._exporter = trainer
-            async with asyncio.timeout(2 * subject.update + GRACE):  # the export, the update, and giving up
+            line.channel._exporter, line.channel._timeout = trainer, subject.update
+            async with asyncio.timeout(HUNG):
                 with pytest.raises(WeightUpdateError):
                     await line.publish(lost)
             if number is signal.SIGKILL:
                 assert trainer.process.wait(10) == -signal.SIGKILL
             assert line.pool.statistics().in_rotation == 0
             if subject.staged:
-                health = await line.link.control.health(timeout=GRACE)
+                health = await line.link.control.health(timeout=HUNG)
                 assert (health.version, health.paused) == (before, False)
-        line.channel._exporter = own
+        line.channel._exporter, line.channel._timeout = own, HUNG
         after = await taken_over(line)
         assert set((await asked).output_versions) <= {before, after}
         answer = await line.ask(PROMPT, max_new_tokens=8)
@@ -89,7 +87,7 @@ async def taken_over(line: Line) -> int:
     after = line.prepare()
     with pytest.raises(WeightUpdateError, match="none was in rotation"):
         await line.publish(after)
-    async with asyncio.timeout(4 * GRACE):
+    async with asyncio.timeout(HUNG):
         while True:
             try:
                 line.version = (await line.channel.readmit(line.server.name)).version

@@ -38,9 +38,9 @@ async def test_after_an_update_the_server_has_the_trainers_weights(
     """By log-probs, which see a tied head too: it takes part in every one."""
     async with open_line(server, transport=transport) as line:
         before = line.version
-        answer = await line.ask(PROMPT, max_new_tokens=16)
+        answer = await line.ask(PROMPT, max_new_tokens=32)
         after = await line.publish()
-        newer = await line.ask(PROMPT, max_new_tokens=16)
+        newer = await line.ask(PROMPT, max_new_tokens=32)
         assert line.distance(answer, before) < line.subject.noise
         assert line.distance(answer, after) > line.subject.apart
         assert line.distance(newer, after) < line.subject.noise
@@ -58,7 +58,7 @@ async def test_a_tied_head_follows_its_embedding(line: Line) -> None:
         **weights, "model.embed_tokens.weight": (embedding.float() + noise).to(embedding.dtype)
     }  # fmt: skip
     await line.publish(after)
-    answer = await line.ask(PROMPT, max_new_tokens=16)
+    answer = await line.ask(PROMPT, max_new_tokens=32)
     assert line.distance(answer, after) < line.subject.noise
     assert line.distance(answer, before) > line.subject.apart
 
