@@ -1,7 +1,8 @@
 """``python -m workflows.additions FOLDER``: sums of two numbers as chats, ``train.jsonl`` and ``valid.jsonl``.
 
-Two sums are shown solved first: a small model then answers with a number alone, and gets some of them right, so that
-there is something to learn from. Every row also has a ``length`` for ``workflows.long_tail``.
+A few sums are shown solved first: a small model then answers with a number alone, and gets some of them right, so that
+there is something to learn from (SmolLM2-135M: about one in seven of the default ones). Every row also has a
+``length`` for ``workflows.long_tail``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 _SYSTEM = "You are a calculator. You answer with one number and nothing else."
 #: what is shown solved; never asked
-_SHOWN = ((31, 46), (17, 25))
+_SHOWN = ((3, 4), (7, 5), (9, 2), (6, 8))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +25,10 @@ class Task:
     """``lowest`` to ``highest``: the numbers added. Lengths are log-normal: ``median``, ``spread`` (σ of the log),
     cut to ``shortest`` and ``longest`` tokens."""
 
-    lowest: int = 10
-    highest: int = 99
-    train: int = 4096
-    valid: int = 256
+    lowest: int = 1
+    highest: int = 12
+    train: int = 108
+    valid: int = 32
     median: float = 128.0
     spread: float = 1.0
     shortest: int = 32
@@ -59,12 +60,16 @@ def write(folder: Path, task: Task, seed: int = 1) -> None:
 
 def _row(x: int, y: int, length: int) -> dict[str, Any]:
     shown = [turn for a, b in _SHOWN for turn in _solved(a, b)]
-    messages = [{"role": "system", "content": _SYSTEM}, *shown, {"role": "user", "content": f"{x} + {y} ="}]
+    messages = [{"role": "system", "content": _SYSTEM}, *shown, _asked(x, y)]
     return {"messages": messages, "answer": str(x + y), "length": length}
 
 
 def _solved(x: int, y: int) -> list[dict[str, str]]:
-    return [{"role": "user", "content": f"{x} + {y} ="}, {"role": "assistant", "content": str(x + y)}]
+    return [_asked(x, y), {"role": "assistant", "content": str(x + y)}]
+
+
+def _asked(x: int, y: int) -> dict[str, str]:
+    return {"role": "user", "content": f"What is {x} + {y}?"}
 
 
 def _length(task: Task, rng: random.Random) -> int:
@@ -75,9 +80,9 @@ def _length(task: Task, rng: random.Random) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m workflows.additions", description=__doc__)
     parser.add_argument("folder", type=Path, help="where the files go, such as models/smollm2/additions")
-    parser.add_argument("--numbers", type=int, nargs=2, default=(10, 99), metavar=("LOWEST", "HIGHEST"))
-    parser.add_argument("--train", type=int, default=4096)
-    parser.add_argument("--valid", type=int, default=256)
+    parser.add_argument("--numbers", type=int, nargs=2, default=(1, 12), metavar=("LOWEST", "HIGHEST"))
+    parser.add_argument("--train", type=int, default=108)
+    parser.add_argument("--valid", type=int, default=32)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     lowest, highest = given.numbers

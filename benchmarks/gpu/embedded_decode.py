@@ -10,7 +10,6 @@ laptops and tests: what is asked of it on a GPU is that it runs, and how far it 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.demo_runs import ROOT
 from benchmarks.gpu.live_runs import (
-    GRAPHS,
     ONE_GPU,
     Client,
     Report,
@@ -27,6 +25,7 @@ from benchmarks.gpu.live_runs import (
     engine_overrides,
     limit_time,
     served,
+    vllm_flags,
 )
 
 #: requests by how many are in flight
@@ -45,7 +44,7 @@ def measure_engine(report: Report, engine: str, given: argparse.Namespace, folde
         "rollout.start_timeout=200",
     ]
     if engine == "vllm" and given.device != "cpu":
-        overrides.append("vllm=" + json.dumps({"gpu_memory_utilization": 0.5, "compilation_config": GRAPHS}))
+        overrides.append(vllm_flags(eager=given.eager, gpu_memory_utilization=0.5))
     found: dict[str, Any] = {}
     with served(ONE_GPU, overrides, log=folder / f"{engine}.log", timeout=210.0) as server:
         command = [sys.executable, str(Path(__file__).with_name("load_client.py"))]
@@ -68,6 +67,7 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--python", help="vLLM's interpreter; default: this one, on a CPU .venv-vllm's")
     parser.add_argument("--seconds", type=float, default=150.0, help="for everything; what runs then is cut")
+    parser.add_argument("--eager", action="store_true", help="vLLM without CUDA graphs")
     parser.add_argument("--quick", action="store_true", help="a few short answers")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()

@@ -18,7 +18,6 @@ Tokens/s count from the first request to the last answer. Last a profile of our 
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -33,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.demo_runs import ROOT
 from benchmarks.gpu.gpu_meter import GpuMeter
 from benchmarks.gpu.live_runs import (
-    GRAPHS,
     ONE_GPU,
     Client,
     Report,
@@ -42,6 +40,7 @@ from benchmarks.gpu.live_runs import (
     engine_overrides,
     limit_time,
     served,
+    vllm_flags,
 )
 from benchmarks.gpu.load_client import Load
 
@@ -58,7 +57,7 @@ for line in sys.stdin:
         found = main(parser.parse_args(json.loads(line)))
         print("@" + json.dumps({k: v for k, v in found.items() if isinstance(v, (int, float))}), flush=True)
     except BaseException as error:
-        print("@" + json.dumps({"failed": repr(error)}), flush=True)
+        print("@" + json.dumps({"error": repr(error)}), flush=True)
 """
 BENCH, BENCH_IDS = "bench", "bench, ids"
 OURS = {"engine": Load(what="engine"), "controller": Load(what="controller", seeded=True)}
@@ -146,8 +145,7 @@ def measure_model(report: Report, name: str, plan: Plan, given: argparse.Namespa
     overrides = [*engine_overrides(given.device, facts), f"model.path={model}", f"rollout.max_batch_size={most}"]
     overrides += [f"rollout.context_length={plan.prompt + plan.answer + 64}", "rollout.start_timeout=240"]
     if given.device != "cpu":
-        flags = {"gpu_memory_utilization": 0.8, "compilation_config": None if given.eager else GRAPHS}
-        overrides.append("vllm=" + json.dumps(flags | {"enforce_eager": given.eager}))
+        overrides.append(vllm_flags(eager=given.eager, gpu_memory_utilization=0.8))
     ours = [sys.executable, str(Path(__file__).with_name("load_client.py"))]
     with (
         GpuMeter() as gpus,
@@ -166,6 +164,7 @@ def measure_model(report: Report, name: str, plan: Plan, given: argparse.Namespa
             if not what.endswith("unseeded"):
                 key = f"{name}, profile of {what} at {most}"
                 report.part(key, lambda x=load: turns.ours(most, x, profiled=True), needs=0 if given.quick else 20)  # type: ignore[misc]
+    return "done"
 
 
 def model_folder(name: str, folder: Path, given: argparse.Namespace) -> Path:
@@ -209,6 +208,9 @@ def main() -> int:
             if report.part(model, lambda m=model: measure_model(report, m, plan, given, Path(name))) is None:  # type: ignore[misc]
                 for log in sorted(Path(name).glob("*.log")):
                     print(f"-- {log.name}\n{log.read_text()[-4000:]}", flush=True)
+                if f"{model}, server" not in report.found and not given.eager and given.device != "cpu":
+                    given.eager = True  # it may have been the graphs
+                    report.part(model, lambda m=model: measure_model(report, m, plan, given, Path(name)))  # type: ignore[misc]
     return 0
 
 

@@ -27,14 +27,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.demo_runs import ROOT
 from benchmarks.gpu.gpu_meter import GpuMeter
 from benchmarks.gpu.live_runs import (
-    GRAPHS,
     ONE_GPU,
     Experiment,
     Report,
     engine_facts,
     engine_overrides,
     limit_time,
+    run_with_graphs,
     step_figures,
+    vllm_flags,
 )
 from workflows.additions import Task, write
 
@@ -63,6 +64,7 @@ class Setting:
     learning_rate: float
     kv_gb: float
     python: str | None
+    eager: bool = False
     extra: tuple[str, ...] = ()
 
     def overrides(self, eta: int, method: str) -> list[str]:
@@ -84,10 +86,9 @@ class Setting:
             "saver.at_end=false",
             *METHODS[method],
         ]
-        if self.device != "cpu":
+        if self.device != "cpu" and self.engine == "vllm":
             kv = round(self.kv_gb * 1e9)
-            flags = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": kv, "compilation_config": GRAPHS}
-            found.append("vllm=" + json.dumps(flags))
+            found.append(vllm_flags(eager=self.eager, gpu_memory_utilization=0.1, kv_cache_memory_bytes=kv))
         return [*found, *self.extra]
 
     def experiment(self, eta: int, method: str, *, timeout: float, gpu: str | None = None) -> Experiment:
@@ -109,7 +110,11 @@ def timed_runs(report: Report, setting: Setting, gpus: GpuMeter, gpu: str | None
     """η = 0 and η = 2, each alone; what is told is reported run by run."""
     found: dict[str, Any] = {}
     for eta, method in TIMED:
-        run = setting.experiment(eta, method, timeout=max(report.left, 1.0), gpu=gpu).run()
+        run = run_with_graphs(
+            lambda eager, e=eta, m=method: replace(setting, eager=eager).experiment(  # type: ignore[misc]
+                e, m, timeout=max(report.left, 1.0), gpu=gpu
+            )
+        )
         found[name_of(eta, method)] = step_figures(run, gpus)
         report.put("timed", found)
     return found
@@ -122,7 +127,10 @@ def runs_beside(
 
     def one(run: tuple[int, str], gpu: str | None) -> dict[str, Any]:
         try:
-            return step_figures(setting.experiment(*run, timeout=time, gpu=gpu).run(), gpus)
+            return step_figures(
+                run_with_graphs(lambda eager: replace(setting, eager=eager).experiment(*run, timeout=time, gpu=gpu)),
+                gpus,
+            )
         except RuntimeError as error:
             return {"failed": str(error)[-3000:]}
 
@@ -164,7 +172,7 @@ def plot(result: Mapping[str, Any], out: Path) -> str:
         if held_out:
             right.plot(*zip(*held_out, strict=True), marker="o", color=line.get_color(), label=line.get_label())
     left.set(title="training reward, mean of 5 steps", xlabel="step", ylabel="exact sums")
-    right.set(title="held-out sums, greedy", xlabel="version")
+    right.set(title="held-out sums", xlabel="version")
     left.legend()
     figure.tight_layout()
     figure.savefig(out, dpi=120)
@@ -191,7 +199,10 @@ def measure(given: argparse.Namespace) -> Report:
             model=given.smollm2, steps=given.steps, batch=given.batch, samples=given.samples, learning_rate=given.lr,
             kv_gb=16.0, python=given.python, extra=tuple(given.overrides),
         )  # fmt: skip
-        task = Task(lowest=given.numbers[0], highest=given.numbers[1], valid=8 if given.quick else 256)
+        lowest, highest = given.numbers
+        pairs = (highest - lowest + 1) ** 2 - 8  # less what is shown solved
+        valid = 4 if given.quick else min(256, pairs // 4)
+        task = Task(lowest=lowest, highest=highest, valid=valid, train=min(4096, pairs - valid))
         write(setting.folder / "data", task)
         if "timed" in given.parts:
             timed = report.part("timed", lambda: timed_runs(report, setting, gpus, places[0]))
@@ -215,7 +226,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=32, help="groups a step")
     parser.add_argument("--samples", type=int, default=8, help="siblings a group")
     parser.add_argument("--lr", type=float, default=2e-5)
-    parser.add_argument("--numbers", type=int, nargs=2, default=(10, 99), metavar=("LOWEST", "HIGHEST"))
+    parser.add_argument("--numbers", type=int, nargs=2, default=(1, 12), metavar=("LOWEST", "HIGHEST"))
     parser.add_argument("--transport", default="ipc", help="ipc, shm or disk")
     parser.add_argument("--engine", choices=["vllm", "embedded"], default="vllm")
     parser.add_argument("--smollm2", type=Path, default=ROOT / "models" / "smollm2", help="python -m launcher.smollm2")

@@ -219,8 +219,8 @@ class Client:
         self._process.stdin.write(json.dumps(work) + "\n")
         self._process.stdin.flush()
         found: dict[str, Any] = json.loads(self._answer(self.TURN))
-        if "failed" in found:
-            raise RuntimeError(str(found["failed"]))
+        if "error" in found:
+            raise RuntimeError(str(found["error"]))
         return found
 
     def _answer(self, timeout: float) -> str:
@@ -324,6 +324,25 @@ class Experiment:
                 if path.stat().st_mtime >= time.time() - (time.monotonic() - began) - 1.0:
                     return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
         return []
+
+
+def run_with_graphs(make: Callable[[bool], Experiment]) -> LiveRun:
+    """``make(False)``'s run; where it ends before its first step, ``make(True)``'s: vLLM without CUDA graphs.
+
+    Raises:
+        RuntimeError: that one, too.
+    """
+    try:
+        return make(False).run()
+    except RuntimeError as error:
+        print(f"with CUDA graphs: {error}\nonce more without", flush=True)
+        return make(True).run()
+
+
+def vllm_flags(*, eager: bool, **flags: Any) -> str:
+    """The override that sets vLLM's flags: those given, and graphs or none."""
+    graphs = {"enforce_eager": True} if eager else {"compilation_config": GRAPHS}
+    return "vllm=" + json.dumps(flags | graphs)
 
 
 def step_figures(run: LiveRun, gpus: GpuMeter) -> dict[str, Any]:

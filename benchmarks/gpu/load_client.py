@@ -14,7 +14,7 @@ import pstats
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -104,9 +104,9 @@ def sampling(load: Load) -> GenerationHyperparameters:
     return GenerationHyperparameters(max_new_tokens=load.answer, temperature=1.0, ignore_eos=True)
 
 
-async def through_engine(engine: RemoteEngine, load: Load) -> int:
+async def through_engine(engine: RemoteEngine, load: Load, asked: Sequence[list[int]]) -> int:
     """``concurrency`` askers that each ask again as soon as they are answered; returns the tokens written."""
-    waiting, gconfig, tokens = iter(prompts(load)), sampling(load), 0
+    waiting, gconfig, tokens = iter(asked), sampling(load), 0
     seeds = random.Random(1)
 
     async def ask() -> None:
@@ -125,12 +125,13 @@ async def through_engine(engine: RemoteEngine, load: Load) -> int:
 class OneRequest(RolloutWorkflow):
     """One request an episode, rewarded with 0."""
 
-    def __init__(self, gconfig: GenerationHyperparameters) -> None:
+    def __init__(self, gconfig: GenerationHyperparameters, asked: Sequence[list[int]]) -> None:
         self._gconfig = gconfig
+        self._asked = asked
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory:
         transcript = Transcript()
-        transcript.add_context(data["ids"])
+        transcript.add_context(self._asked[data["index"]])
         transcript.add_answer(await engine.agenerate(ModelRequest(input_ids=transcript.ids, gconfig=self._gconfig)))
         return transcript.build(0.0)
 
@@ -148,11 +149,11 @@ class Unseeded:
         return self._engine.get_version()
 
 
-async def through_controller(engine: RemoteEngine, load: Load) -> int:
+async def through_controller(engine: RemoteEngine, load: Load, asked: Sequence[list[int]]) -> int:
     """One batch of all requests through admission, episodes, conversion and the store; returns the tokens written."""
     store = TrajectoryStore()
     executor = GroupExecutor(
-        workflow=OneRequest(sampling(load)),
+        workflow=OneRequest(sampling(load), asked),
         engine=engine if load.seeded else Unseeded(engine),
         convert=to_trajectories,
         sink=store,
@@ -170,7 +171,7 @@ async def through_controller(engine: RemoteEngine, load: Load) -> int:
         ledger=GroupLedger(limits, OnStale.WAIT),
         executor=executor,
         cursor=PromptCursor(n_prompts=load.requests, seed=1, shuffle=False),
-        rows=[{"ids": ids} for ids in prompts(load)],
+        rows=[{"index": index} for index in range(load.requests)],
     )
     async with rollouts:
         rollouts.acknowledged(0)
@@ -181,14 +182,14 @@ async def through_controller(engine: RemoteEngine, load: Load) -> int:
 
 async def one_turn(load: Load, url: str, token: str) -> dict[str, Any]:
     """The reading of one turn."""
-    through: Callable[[RemoteEngine, Load], Coroutine[Any, Any, int]]
     through = through_controller if load.what == "controller" else through_engine
+    asked = prompts(load)
     async with engine_over(url, token, load.backend) as engine:
         profile = cProfile.Profile()
         cpu, began = time.process_time(), time.perf_counter()
         if load.profiled:
             profile.enable()
-        tokens = await through(engine, load)
+        tokens = await through(engine, load, asked)
         profile.disable()
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         retries = engine.statistics().retries
@@ -222,7 +223,7 @@ def main() -> None:
         try:
             found = uvloop.run(one_turn(Load(**work), url, token))
         except Exception as error:  # the next turn may succeed
-            found = {"failed": repr(error)[:2000]}
+            found = {"error": repr(error)[:2000]}
         print("@" + json.dumps(found), flush=True)
 
 

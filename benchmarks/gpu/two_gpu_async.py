@@ -11,7 +11,6 @@ busy share of both GPUs, tokens/s, rewards, requests in flight at a commit; and 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import tempfile
@@ -23,14 +22,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.demo_runs import ROOT
 from benchmarks.gpu.gpu_meter import GpuMeter
 from benchmarks.gpu.live_runs import (
-    GRAPHS,
     TWO_GPUS,
     Experiment,
     Report,
     engine_facts,
     engine_overrides,
     limit_time,
+    run_with_graphs,
     step_figures,
+    vllm_flags,
 )
 from workflows.additions import Task, write
 
@@ -46,7 +46,7 @@ def steps_within(seconds: float) -> int:
     return min(max(int(left / (_SYNC_STEP + (len(ETAS) - 1) * _ASYNC_STEP)), _FEWEST), _MOST)
 
 
-def overrides(eta: int, given: argparse.Namespace, data: Path, steps: int) -> list[str]:
+def overrides(eta: int, given: argparse.Namespace, data: Path, steps: int, *, eager: bool) -> list[str]:
     """Of the two-GPU recipe."""
     facts = engine_facts(given.device, given.python)
     batch, samples = (4, 2) if given.quick else (32, 8)
@@ -62,9 +62,8 @@ def overrides(eta: int, given: argparse.Namespace, data: Path, steps: int) -> li
         f"rollout.max_concurrent_rollouts={min((eta + 1) * batch, 128)}",
         "saver.at_end=false",
     ]
-    if given.device != "cpu":
-        flags = {"gpu_memory_utilization": 0.7, "kv_cache_memory_bytes": round(60e9), "compilation_config": GRAPHS}
-        found.append("vllm=" + json.dumps(flags))
+    if given.device != "cpu" and given.engine == "vllm":
+        found.append(vllm_flags(eager=eager, gpu_memory_utilization=0.7, kv_cache_memory_bytes=round(60e9)))
     return [*found, *given.overrides]
 
 
@@ -101,16 +100,19 @@ def measure(given: argparse.Namespace, budget: float, out: Path | None) -> dict[
         write(folder / "data", Task(valid=8, longest=48, median=16, shortest=4) if given.quick else Task())
         runs: dict[str, Any] = {}
         for eta in ETAS[:2] if given.quick else ETAS:
-            experiment = Experiment(
-                config=TWO_GPUS,
-                overrides=overrides(eta, given, folder / "data", steps),
-                trial=f"eta{eta}",
-                runs=folder / "runs",
-                timeout=max(report.left, 1.0),
-            )
+
+            def experiment(eager: bool, eta: int = eta) -> Experiment:
+                return Experiment(
+                    config=TWO_GPUS,
+                    overrides=overrides(eta, given, folder / "data", steps, eager=eager),
+                    trial=f"eta{eta}",
+                    runs=folder / "runs",
+                    timeout=max(report.left, 1.0),
+                )
+
             found = report.part(
                 f"eta={eta}",
-                lambda e=experiment: step_figures(e.run(), gpus),  # type: ignore[misc]
+                lambda e=experiment: step_figures(run_with_graphs(e), gpus),  # type: ignore[misc]
                 needs=0.0 if given.quick else _START,
             )
             runs |= {f"eta={eta}": found} if found is not None else {}

@@ -17,7 +17,7 @@ def asked(row: dict[str, object]) -> tuple[int, int]:
     """The numbers of the row's own question, read back from its text."""
     messages = row["messages"]
     assert isinstance(messages, list)
-    found = re.fullmatch(r"(\d+) \+ (\d+) =", messages[-1]["content"])
+    found = re.fullmatch(r"What is (\d+) \+ (\d+)\?", messages[-1]["content"])
     assert found is not None
     return int(found[1]), int(found[2])
 
@@ -42,11 +42,11 @@ def test_held_out_sums_are_not_trained_on_nor_shown(tmp_path: Path) -> None:
     assert not {asked(row) for row in train} & {asked(row) for row in valid}
     shown = [turn["content"] for turn in valid[0]["messages"][1:-1] if turn["role"] == "user"]
     assert shown
-    assert not {f"{x} + {y} =" for row in (train, valid) for x, y in map(asked, row)} & set(shown)
+    assert not {f"What is {x} + {y}?" for row in (train, valid) for x, y in map(asked, row)} & set(shown)
 
 
 def test_lengths_are_log_normal_within_their_limits() -> None:
-    found = [row["length"] for row in rows(Task(train=3000, valid=1), seed=1)]
+    found = [row["length"] for row in rows(Task(lowest=10, highest=99, train=3000, valid=1), seed=1)]
     assert 32 <= min(found) <= max(found) <= 2048
     assert 118 < median(found) < 138  # median 128; its standard error is 128 · 1.25 / sqrt(3000) = 3
     above = sum(length > 128 * math.e for length in found) / len(found)
@@ -59,7 +59,7 @@ def test_the_same_seed_makes_the_same_rows() -> None:
 
 
 def test_more_sums_than_there_are_is_an_error() -> None:
-    with pytest.raises(ValueError, match="81 sums"):
+    with pytest.raises(ValueError, match="77 sums"):
         rows(Task(lowest=1, highest=9, train=100, valid=1), seed=1)
 
 
