@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -157,6 +158,16 @@ def version_tuple(version: str) -> tuple[int, int, int]:
         raise ConfigError(f"{version!r} is no version number")
     major, minor, patch = (int(part or 0) for part in found.groups())
     return major, minor, patch
+
+
+def visible_gpus(devices: Sequence[str]) -> str:
+    """``CUDA_VISIBLE_DEVICES`` of a server on ``devices``: ``cuda:1`` is the second GPU that we see ourselves.
+
+    We may have been given some of the machine's GPUs only; a child's variable replaces ours and counts all of them.
+    """
+    ours = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    numbers = [int(device.partition(":")[2] or 0) for device in devices]
+    return ",".join(ours[number] if number < len(ours) else str(number) for number in numbers)
 
 
 def flag_arguments(flags: Mapping[str, object]) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from areal_like.inference.backends.base import (
     ServerLink,
     flag_arguments,
     version_tuple,
+    visible_gpus,
 )
 from areal_like.inference.backends.sglang_control import SglangControl
 from areal_like.inference.backends.sglang_dialect import SglangDialect
@@ -178,9 +179,10 @@ def _context_length(spec: EngineSpec) -> int | None:
 
 def _environment(spec: EngineSpec, token: str, *, on_cpu: bool) -> dict[str, str]:
     """Variables of the engine's processes; those of the experiment win over ours."""
-    gpus = ",".join(device.partition(":")[2] or "0" for device in spec.devices)
     threads = {"OMP_NUM_THREADS": str(spec.threads)} if "OMP_NUM_THREADS" not in os.environ else {}
-    device = {"SGLANG_USE_CPU_ENGINE": "1", **threads} if on_cpu else {"CUDA_VISIBLE_DEVICES": gpus}
+    device = (
+        {"SGLANG_USE_CPU_ENGINE": "1", **threads} if on_cpu else {"CUDA_VISIBLE_DEVICES": visible_gpus(spec.devices)}
+    )
     return {
         **device,
         "SGLANG_API_KEY": token,

@@ -21,6 +21,7 @@ from areal_like.inference.backends.base import (
     ServerLink,
     flag_arguments,
     version_tuple,
+    visible_gpus,
 )
 from areal_like.inference.backends.epoch import ServerEpoch
 from areal_like.inference.backends.vllm_control import VllmControl
@@ -145,10 +146,9 @@ def _check_flags(flags: Mapping[str, Any], *, on_cpu: bool) -> None:
 def _environment(spec: EngineSpec, token: str, *, on_cpu: bool) -> dict[str, str]:
     """Variables of the engine's processes; those of the experiment win over ours."""
     inherited = {name: value for name, value in _CPU_VARIABLES.items() if on_cpu and name not in os.environ}
-    gpus = ",".join(device.partition(":")[2] or "0" for device in spec.devices)
     return {
         **inherited,
-        **({} if on_cpu else {"CUDA_VISIBLE_DEVICES": gpus}),
+        **({} if on_cpu else {"CUDA_VISIBLE_DEVICES": visible_gpus(spec.devices)}),
         "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight updates are behind it
         "VLLM_API_KEY": token,
         "VLLM_NO_USAGE_STATS": "1",

@@ -8,7 +8,7 @@ import pytest
 
 from areal_like.api.weights import InterruptMode, TransportKind
 from areal_like.errors import ConfigError
-from areal_like.inference.backends.base import flag_arguments, require, version_tuple
+from areal_like.inference.backends.base import flag_arguments, require, version_tuple, visible_gpus
 from areal_like.inference.backends.vllm import VllmBackend
 from areal_like.inference.spec import EngineSpec
 
@@ -65,6 +65,16 @@ def test_a_server_on_gpus_sees_its_own_only() -> None:
     assert command.environment["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert "--no-enable-chunked-prefill" not in command.arguments
     assert flags(command.arguments)["--tensor-parallel-size"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("5,7", "5,7"), ("6", "6,1"), ("GPU-a, GPU-b", "GPU-a,GPU-b"), ("", "0,1")]
+)
+def test_its_gpus_are_among_those_that_we_were_given(monkeypatch: pytest.MonkeyPatch, ours: str, theirs: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ours)
+    assert visible_gpus(("cuda:0", "cuda:1")) == theirs
+    command = VllmBackend().command(spec(devices=("cuda:0", "cuda:1"), tensor=2), token="t")
+    assert command.environment["CUDA_VISIBLE_DEVICES"] == theirs
 
 
 def test_before_spans_nothing_can_be_kept() -> None:
