@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
+from fakes.proxy import Proxy, proxied
 
 from launcher.child import TOKEN_VARIABLE
 
@@ -57,3 +63,69 @@ def test_a_wrong_token_is_told_by_name(workspace: Workspace, monkeypatch: pytest
     assert "401" in ended.err
     served.send(signal.SIGINT)
     served.end()
+
+
+def test_a_run_goes_on_beside_a_server_that_answers_500(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes no update and answers nothing; the other one does everything."""
+    from launched import steps_of
+
+    monkeypatch.setenv(TOKEN_VARIABLE, "theirs")
+    (well, one), (sick, two) = serve(workspace), serve(workspace)
+    with in_a_thread(two) as proxy:
+        run = workspace.start_run(
+            "one-sick",
+            "rollout.backend=embedded:d2",
+            f'rollout.servers=["{one}", "{proxy.url}"]',
+            "total_train_steps=8",
+        )
+        run.until_steps(2)
+        proxy.failing = "/generate"
+        run.until(lambda: proxy.failures, "a request failed")
+        run.until(lambda: len(steps_of(run.paths)) >= 4, "4 steps")
+        proxy.failing = "/weights/commit"
+        ended = run.end()
+    assert ended.status == 0, ended.err
+    assert [step["version"] for step in steps_of(run.paths)] == list(range(1, 9))
+    for server in (well, sick):
+        server.send(signal.SIGINT)
+        server.end()
+
+
+def test_a_run_ends_when_its_only_server_answers_500(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In time, with what the server said; nothing waits for it for ever."""
+    from launched import ENDLESS
+
+    monkeypatch.setenv(TOKEN_VARIABLE, "theirs")
+    served, url = serve(workspace)
+    with in_a_thread(url) as proxy:
+        run = workspace.start_run("all-sick", f'rollout.servers=["{proxy.url}"]', *ENDLESS)
+        run.until_steps(1)
+        proxy.failing = "/weights/commit"
+        ended = run.end()
+    assert ended.status == 1
+    assert re.search(r"version \d+ reached no server .*500", ended.err, re.DOTALL)
+    assert run.left() == {}
+    served.send(signal.SIGINT)
+    served.end()
+
+
+@contextmanager
+def in_a_thread(target: str) -> Iterator[Proxy]:
+    """A proxy with an event loop of its own, since these tests have none."""
+    opened: Future[Proxy] = Future()
+    over = asyncio.Event()
+
+    async def serve_until_over() -> None:
+        async with proxied(target) as proxy:
+            opened.set_result(proxy)
+            await over.wait()
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve_until_over(),), daemon=True)
+    thread.start()
+    try:
+        yield opened.result(30)
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join(30)
+        loop.close()
