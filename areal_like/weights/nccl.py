@@ -232,7 +232,7 @@ class Communicator:
             if time.monotonic() > deadline:
                 self.abort()
                 raise GroupBroken(f"{what}: not done within {timeout:g} s: a member is missing or hangs")
-            time.sleep(LOOK)
+            time.sleep(LOOK / 10)
 
 
 #: seconds until a broadcast has been handed to the GPU; connections were made when the group was warmed up

@@ -160,6 +160,7 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """How a version comes from GPU to GPU; what it will be verified with is made ready."""
         if self._digests is None:
             self._digests = DeviceDigests(self.device)
+            native.load_engines()
         self._digests.reserve(max(entry.nbytes for entry in manifest.tensors))
         return open_delivery(manifest, self._member, self.device)
 

@@ -7,7 +7,7 @@ in ``update_info`` up to 0.28 and in attributes of the engine from 0.29 on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields
 from typing import Any
 
@@ -43,6 +43,14 @@ def feed(source: Source, recorder: Recorder, manifest: Manifest, ours: Any) -> N
         {"packed": True, "packed_buffer_size_bytes": bucket_bytes, "packed_num_buffers": _BUFFERS},
     )
     native.receive_weights(info)
+
+
+def load_engines() -> None:
+    """Import now what is used while the server is paused: it takes seconds."""
+    import vllm.distributed.weight_transfer.nccl_engine
+
+    with suppress(ImportError):
+        import vllm.distributed.weight_transfer.ipc_engine  # noqa: F401
 
 
 def settle() -> None:

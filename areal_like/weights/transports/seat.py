@@ -271,8 +271,13 @@ class Seat:
                 self._changed.wait_for(lambda: self._outcome is not None or self._left, timeout=PULSE)
                 if self._outcome is not None or self._left:
                     return self._outcome or ""
-            store.add(keys.alive(rank), 1)
-            if store.check([keys.broken]):
+            try:
+                store.add(keys.alive(rank), 1)
+                over = store.check([keys.broken])
+            except RuntimeError:  # the trainer is gone, and the watchdog would see it later
+                group.abort()
+                raise
+            if over:
                 group.abort()
 
     def _beat(self, store: Store) -> None:
