@@ -13,40 +13,19 @@ import argparse
 import json
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from step_memory import LiveBytes
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import areal_like.algo.logprobs as logprobs_module
 from areal_like.algo.logprobs import chunked_logprobs, logprobs_from_logits
 
 Road = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of tensors made inside, while they live; for devices that do not count for us."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live: dict[int, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in self.live:
-                    self.live[storage.data_ptr()] = storage.nbytes()
-                    weakref.finalize(storage, self.live.pop, storage.data_ptr(), None)
-        self.peak = max(self.peak, sum(self.live.values()))
-        return out
 
 
 def roads(device: str, chunk: int) -> dict[str, Road]:

@@ -1,4 +1,4 @@
-"""What the train-step benchmarks train: model shapes, rows of given lengths, and the operations that they need.
+"""What the train-step benchmarks train and ask: model shapes, rows of given lengths, the operations that they need.
 
 Weights and tokens are random: speed does not depend on them.
 """
@@ -46,11 +46,50 @@ class Shape:
 
 
 SHAPES = {
+    "small": Shape(hidden=320, intermediate=960, layers=8, heads=5, kv_heads=1, vocabulary=16384, tied=True),
     "tiny": Shape(hidden=128, intermediate=384, layers=4, heads=4, kv_heads=2, vocabulary=4096, tied=True),
     "0.5b": Shape(hidden=896, intermediate=4864, layers=24, heads=14, kv_heads=2, vocabulary=151936, tied=True),
     "1.5b": Shape(hidden=1536, intermediate=8960, layers=28, heads=12, kv_heads=2, vocabulary=151936, tied=True),
     "7b": Shape(hidden=3584, intermediate=18944, layers=28, heads=28, kv_heads=4, vocabulary=152064, tied=False),
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to measure.
+
+    Attributes:
+        what: ``ours``: an update; ``profile``: ours, kernel by kernel. Transformers alone, same rows: ``hf``: forward
+            and backward by weights in ``dtype``; ``hf-step``: with AdamW on float32 weights, under autocast if
+            ``dtype`` is another; ``hf-masters``: with AdamW on float32 masters of weights in ``dtype``.
+        tokens: of one micro-batch; ``micro_batches`` of them make the batch.
+        lengths: ``even`` or ``mixed`` (step_shapes.py), times ``scale``.
+        fused: the two log-prob kernels, where there are any.
+        prox: ``behave`` has no extra pass, so its time is that of forward, backward and optimiser; ``recompute`` is
+            the whole decoupled update.
+        optimizer: false for shapes whose master weights and moments do not fit: gradients are made and dropped.
+        minibatches: optimiser steps.
+        budget: tokens that a micro-batch may hold; 0: a little over ``tokens``, since rows do not fill it exactly.
+    """
+
+    what: str = "ours"
+    shape: str = "tiny"
+    tokens: int = 2048
+    micro_batches: int = 2
+    minibatches: int = 1
+    budget: int = 0
+    lengths: str = "mixed"
+    scale: float = 1.0
+    layout: str = "packed"
+    compile: bool = False
+    checkpointing: bool = False
+    offload: bool = False
+    fused: bool = True
+    prox: str = "behave"
+    optimizer: bool = True
+    dtype: str = "float32"
+    device: str = "cpu"
+    repeats: int = 3
 
 
 def row_lengths(kind: str, tokens: int, scale: float = 1.0, seed: int = 0) -> list[int]:
@@ -124,3 +163,9 @@ def batch_of(rows: Sequence[Trajectory]) -> Batch:
             for i, (g, members) in enumerate(groups.items())
         ),
     )
+
+
+def rows_of(request: Request) -> tuple[list[Trajectory], list[int]]:
+    shape = SHAPES[request.shape]
+    lengths = row_lengths(request.lengths, request.tokens * request.micro_batches, request.scale)
+    return trajectories(shape, lengths), lengths

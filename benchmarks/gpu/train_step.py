@@ -1,14 +1,18 @@
-"""Decoupled-PPO updates on one GPU: tokens/s, MFU against the measured matmul rate, memory, ablations, a profile.
+"""Decoupled-PPO updates on one GPU: tokens/s, MFU against the measured matmul rate, memory, ablations, profiles.
 
-    python benchmarks/gpu/train_step.py [--shapes 0.5b 1.5b 7b] [--seconds 500] [--out FILE]
+    python benchmarks/gpu/train_step.py [--shapes 0.5b 1.5b 7b] [--seconds 300] [--out FILE]
+    python benchmarks/gpu/train_step.py --quick        # does it run? seconds, also without a GPU
 
-Llama shapes with random weights, bf16 compute, float32 master weights. For every shape, in a process of its own: plain
-transformers (forward and backward alone, padded, with and without torch.compile), ours with rows of 2,048 tokens and
-with rows of very different lengths, the whole update with its prox pass, the same without one optimisation at a time,
-and where the time of a step goes. Beside them the log-probs of 32k tokens over a vocabulary of 152k.
+Llama shapes with random weights, bf16 compute, float32 master weights. For every shape, in a process of its own: ours
+with rows of 2,048 tokens and with rows of very different lengths, the whole update with its prox pass, the same without
+one optimisation at a time, and where the time of a step goes. Beside it transformers on the same rows: forward and
+backward of bf16 weights alone (``hf``), and steps of AdamW with as much precision as ours, on float32 weights under
+autocast (``hf step``) and on float32 masters of bf16 weights (``with masters``). And the log-probs of 32k tokens over a
+vocabulary of 152k.
 
 MFU counts what the step needs: 6 (forward and backward) or 8 (with the prox pass) operations a parameter and token,
-the head for written tokens only, causal attention; nothing that is recomputed.
+the head for written tokens only, causal attention; nothing that is recomputed. Memory is the device's peak, and what of
+it lies above weights, gradients and optimiser state (``above_resident_gb``).
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -33,11 +38,17 @@ ROOT = BENCHMARKS.parent
 sys.path[:0] = [str(BENCHMARKS), str(ROOT)]
 
 from logprob_memory import read_all  # noqa: E402
-from step_runs import Request, run  # noqa: E402
+from step_runs import run  # noqa: E402
+from step_shapes import Request  # noqa: E402
+
+#: seconds that a child gets to end after its time is over; then it is killed
+GRACE = 60.0
 
 
 def matmul_rate(size: int = 8192, repeats: int = 20) -> float:
     """FLOP/s of one bf16 product on random data, median of timed ones."""
+    if not torch.cuda.is_available():
+        return float("nan")
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     for _ in range(5):
         a @ b
@@ -54,43 +65,70 @@ def matmul_rate(size: int = 8192, repeats: int = 20) -> float:
 
 def requests(shape: str) -> list[tuple[str, Request]]:
     """Named readings, the most wanted first: time may run out."""
-    common: dict[str, Any] = {"shape": shape, "device": "cuda", "dtype": "bfloat16", "compile": True}
-    if shape == "7b":  # master weights fit beside the activations, AdamW's moments do not
-        common |= {"tokens": 8192, "micro_batches": 4, "minibatches": 4, "budget": 14000, "optimizer": False}
-        return [
-            ("ours, mixed rows", Request(**common)),
-            ("hf, even rows", Request(what="hf", lengths="even", **common)),
-            ("ours, even rows", Request(lengths="even", **common)),
-            ("profile", Request(what="profile", **common)),
-            ("hf, even rows, no compile", Request(what="hf", lengths="even", **common | {"compile": False})),
-            ("ours, checkpointing", Request(checkpointing=True, **common)),
-        ]
+    common: dict[str, Any] = {"shape": shape, "device": "cuda", "dtype": "bfloat16", "compile": True, "repeats": 3}
+    if shape == "7b":
+        return _large(common | {"tokens": 8192, "micro_batches": 4, "repeats": 2})
     common |= {"tokens": 16384, "micro_batches": 4}
+    if shape == "tiny":  # tries the script out
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        common |= {"tokens": 512, "micro_batches": 2, "repeats": 1, "scale": 0.05, "device": device, "compile": False}
     found = [
         ("ours, mixed rows", Request(**common)),
         ("hf, even rows", Request(what="hf", lengths="even", **common)),
         ("ours, even rows", Request(lengths="even", **common)),
-        ("ours, mixed rows, whole update", Request(prox="recompute", **common)),
+        ("hf step, even rows", Request(what="hf-step", lengths="even", **common)),
         ("profile", Request(what="profile", **common)),
-        ("hf, mixed rows", Request(what="hf", **common)),
-        ("without fused log-probs", Request(fused=False, **common)),
-        ("without packing", Request(layout="padded", **common)),
         ("without compile", Request(**common | {"compile": False})),
-        ("with checkpointing, 32k", Request(checkpointing=True, **common | {"tokens": 32768, "micro_batches": 2})),
+        ("without fused log-probs", Request(fused=False, **common)),
+        ("with checkpointing", Request(checkpointing=True, **common)),
+        ("without packing", Request(layout="padded", **common)),
+        ("ours, mixed rows, whole update", Request(prox="recompute", **common)),
+        ("hf step with masters, even rows", Request(what="hf-masters", lengths="even", **common)),
     ]
     if shape == "0.5b":
+        small = common | {"tokens": 8192, "micro_batches": 8}
+        found[5:5] = [("8k tokens", Request(**small)), ("profile, 8k tokens", Request(what="profile", **small))]
         found += [
-            ("32k tokens", Request(**common | {"tokens": 32768, "micro_batches": 2})),
-            ("8k tokens", Request(**common | {"tokens": 8192, "micro_batches": 8})),
-            ("hf, even rows, no compile", Request(what="hf", lengths="even", **common | {"compile": False})),
+            ("hf, mixed rows", Request(what="hf", **common)),
+            ("ours, even rows, checkpointing", Request(lengths="even", checkpointing=True, **common)),
+            (
+                "hf step, even rows, checkpointing",
+                Request(what="hf-step", lengths="even", checkpointing=True, **common),
+            ),
             ("with an offloaded optimiser", Request(offload=True, **common)),
         ]
     return found
 
 
+def _large(common: dict[str, Any]) -> list[tuple[str, Request]]:
+    """Master weights, their sums of gradients and AdamW's moments leave no room for all activations: gradients are
+
+    dropped, or layers recomputed.
+    """
+    dropped = common | {"optimizer": False}
+    return [
+        ("ours, even rows", Request(lengths="even", **dropped)),
+        ("hf, even rows", Request(what="hf", lengths="even", **common)),
+        ("ours, mixed rows", Request(**dropped)),
+        ("ours, even rows, checkpointing", Request(lengths="even", checkpointing=True, **common)),
+        ("profile", Request(what="profile", **dropped)),
+        ("hf step, even rows, checkpointing", Request(what="hf-step", lengths="even", checkpointing=True, **common)),
+    ]
+
+
+def anchors(quick: bool) -> dict[str, Any]:
+    """What the readings are compared with."""
+    sizes = (256, 1000, 64, 64) if quick else (32768, 151936, 896, 4096)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return {"name": "anchors", "matmul_flops_per_second": matmul_rate(), "logprob_memory": read_all(device, *sizes)}
+
+
 def child(shape: str, seconds: float, only: Sequence[str]) -> int:
     """Answer the shape's requests on stdout until the time is over."""
     end = time.monotonic() + seconds
+    if shape.startswith("anchors"):
+        print(json.dumps(anchors(shape == "anchors-quick")), flush=True)
+        return 0
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     named = [(name, request) for name, request in requests(shape) if not only or name in only]
     answers = run([request for _, request in named])
@@ -101,15 +139,20 @@ def child(shape: str, seconds: float, only: Sequence[str]) -> int:
     return 0
 
 
-def answers_of(shape: str, seconds: float, only: Sequence[str]) -> Iterator[dict[str, Any]]:
+def answers_of(shape: str, seconds: float, only: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """Of a process of its own, so that no shape leaves memory or compiled code to the next."""
     command = [sys.executable, __file__, "--child", shape, "--seconds", str(seconds), "--only", *only]
     environment = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("{"):
-                yield json.loads(line)
+        killer = threading.Timer(seconds + GRACE, process.kill)
+        killer.start()
+        try:
+            for line in process.stdout:
+                if line.startswith("{"):
+                    yield json.loads(line)
+        finally:
+            killer.cancel()
     if process.returncode:
         yield {"name": "failed", "shape": shape, "exit_code": process.returncode}
 
@@ -118,14 +161,13 @@ def line_of(answer: dict[str, Any], rate: float) -> str:
     name = f"{answer.get('shape', ''):5} {answer['name']:32}"
     if "tokens_per_second" in answer:
         answer["mfu"] = answer["flops_per_second"] / rate
-        return (
-            f"{name} {answer['tokens_per_second'] / 1e3:7.1f}k tok/s  mfu {answer['mfu']:.3f}  "
-            f"{answer['peak_gb']:6.1f} GB  first {answer['first_seconds']:5.1f} s"
-        )
+        memory = f"{answer['peak_gb']:6.1f} GB ({answer['above_resident_gb']:5.1f} above)"
+        speed = f"{answer['tokens_per_second'] / 1e3:7.1f}k tok/s  mfu {answer['mfu']:.3f}"
+        return f"{name} {speed}  {memory}  first {answer['first_seconds']:5.1f} s"
     if "kinds_ms" in answer:
         kinds = "  ".join(f"{kind} {ms:.1f}" for kind, ms in answer["kinds_ms"].items())
-        return f"{name} wall {answer['wall_ms']:.1f} ms, busy {answer['busy_ms']:.1f} ms: {kinds}"
-    return f"{name} {json.dumps({k: answer[k] for k in ('out_of_memory', 'exit_code') if k in answer})}"
+        return f"{name} wall {answer['wall_without_profiler_ms']:.1f} ms, busy {answer['busy_ms']:.1f} ms: {kinds}"
+    return f"{name} {json.dumps({k: answer[k] for k in ('out_of_memory', 'failed', 'exit_code') if k in answer})}"
 
 
 def this_machine() -> dict[str, Any]:
@@ -135,7 +177,7 @@ def this_machine() -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit,
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
@@ -145,13 +187,14 @@ def this_machine() -> dict[str, Any]:
 def measure_all(shapes: Sequence[str], seconds: float, out: Path | None, only: Sequence[str] = ()) -> None:
     """Writes after every reading, so that a run that is cut leaves what it has."""
     end = time.monotonic() + seconds
-    found: dict[str, Any] = this_machine() | {"matmul_flops_per_second": matmul_rate(), "readings": []}
-    rate = found["matmul_flops_per_second"]
+    found: dict[str, Any] = this_machine() | {"readings": []}
+    rate = float("nan")
+    for answer in answers_of("anchors-quick" if "tiny" in shapes else "anchors", GRACE):
+        found |= answer
+        rate = answer.get("matmul_flops_per_second", rate)
     print(f"{found['gpu']}, torch {found['torch']}: bf16 matmul {rate / 1e12:.0f} TFLOP/s", flush=True)
-    found["logprob_memory"] = read_all("cuda", 32768, 151936, 896, 4096)
-    for name, reading in found["logprob_memory"]["readings"].items():
-        print(f"log-probs of 32k tokens, {name}: {reading}", flush=True)
-    torch.cuda.empty_cache()
+    for name, reading in found.get("logprob_memory", {}).get("readings", {}).items():
+        print(f"log-probs of many tokens, {name}: {reading}", flush=True)
     for done, shape in enumerate(shapes):
         left = end - time.monotonic()
         for answer in answers_of(shape, left / (len(shapes) - done), only):
@@ -164,12 +207,15 @@ def measure_all(shapes: Sequence[str], seconds: float, out: Path | None, only: S
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=["0.5b", "1.5b", "7b"])
-    parser.add_argument("--seconds", type=float, default=500.0, help="no reading starts later than this")
+    parser.add_argument("--seconds", type=float, default=300.0, help="no reading starts later than this")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="*", default=[], help="names of readings; default: all")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--list", action="store_true", help="show what would be measured")
+    parser.add_argument("--quick", action="store_true", help="a tiny shape, seconds, on a CPU where there is no GPU")
     given = parser.parse_args()
+    if given.quick:
+        given.shapes = ["tiny"]
     if given.child:
         return child(given.child, given.seconds, given.only)
     if given.list:
