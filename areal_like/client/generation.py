@@ -11,6 +11,7 @@ import asyncio
 import random
 import uuid
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -224,7 +225,10 @@ class RemoteEngine:
                 f"request {trip.rid}: {self._timeout:g} s are over; the last try: {error}"
             ) from error
         self._counts["retries"] += 1
-        await asyncio.sleep(pause)
+        if isinstance(error, ServerBusy):
+            await self._until_changed(pause)
+        else:
+            await asyncio.sleep(pause)
 
     async def _note_progress(self, trip: _Trip, draft: Draft, longer: Draft) -> None:
         """Failures are counted between two segments with tokens; one that was cut without any must not spin."""
@@ -233,7 +237,13 @@ class RemoteEngine:
             trip.avoid.clear()
             return
         trip.idle += 1
-        await asyncio.sleep(self._retry.pause(trip.idle, random.random()))
+        await self._until_changed(self._retry.pause(trip.idle, random.random()))
+
+    async def _until_changed(self, seconds: float) -> None:
+        """What keeps a server busy or cuts answers is an update, mostly: go on when it is acknowledged, not later."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._pool.changed()
 
     def _abort_later(self, server: str, url: str, rid: str) -> None:
         """Free the server's slot: nobody waits for this request any more."""

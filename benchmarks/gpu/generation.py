@@ -75,7 +75,7 @@ class Plan:
 
 
 QUICK = Plan(requests={4: 8}, prompt=16, answer=8, repeats=1)
-FULL = Plan(requests={256: 1024, 1024: 3072})
+FULL = Plan(requests={256: 768, 1024: 2048})
 
 
 def bench_arguments(server: Served, model: str, plan: Plan, concurrency: int, *, ids: bool) -> list[str]:
@@ -108,13 +108,15 @@ class Turns:
         work = asdict(load) | sizes | {"prompt": self._plan.prompt, "answer": self._plan.answer}
         return self._clients["ours"].ask(work | {"profiled": profiled, "url": self._server.url})
 
-    def compare(self, concurrency: int, gpus: GpuMeter) -> dict[str, Any]:
-        """Every client ``repeats`` times, in turns; the order is turned round every time."""
+    def compare(self, concurrency: int, gpus: GpuMeter, report: Report) -> dict[str, Any]:
+        """Every client ``repeats`` times, in turns; the order is turned round every time. No turn begins too late."""
         rates: dict[str, list[float]] = {name: [] for name in (BENCH, BENCH_IDS, *OURS)}
         failures: dict[str, str] = {}
         busy: dict[str, Any] = {}
         for repeat in range(self._plan.repeats):
             for name in list(rates) if repeat % 2 == 0 else list(reversed(rates)):
+                if report.left < 0:
+                    break
                 began = time.monotonic()
                 try:
                     if name in OURS:
@@ -159,7 +161,7 @@ def measure_model(report: Report, name: str, plan: Plan, given: argparse.Namespa
         report.part(f"{name}, warm-up", lambda: turns.ours(first, OURS["engine"]))
         for concurrency in plan.requests:
             key = f"{name}, {concurrency} in flight"
-            report.part(key, lambda c=concurrency: turns.compare(c, gpus), needs=0 if given.quick else 30)  # type: ignore[misc]
+            report.part(key, lambda c=concurrency: turns.compare(c, gpus, report), needs=0 if given.quick else 30)  # type: ignore[misc]
         for what, load in OURS.items():
             if not what.endswith("unseeded"):
                 key = f"{name}, profile of {what} at {most}"

@@ -33,7 +33,7 @@ from benchmarks.gpu.live_runs import (
     engine_facts,
     engine_overrides,
     limit_time,
-    run_with_graphs,
+    run_or_fall_back,
     step_figures,
     vllm_flags,
 )
@@ -64,7 +64,7 @@ class Setting:
     learning_rate: float
     kv_gb: float
     python: str | None
-    eager: bool = False
+    fallback: bool = False
     extra: tuple[str, ...] = ()
 
     def overrides(self, eta: int, method: str) -> list[str]:
@@ -72,7 +72,7 @@ class Setting:
         facts = engine_facts(self.device, self.python)
         found = [
             *engine_overrides(self.device, facts, engine=self.engine),
-            f"weights.transport={self.transport}",
+            f"weights.transport={'shm' if self.fallback else self.transport}",
             f"model.path={self.model}",
             f"train_dataset.path={self.folder}/data/train.jsonl",
             f"valid_dataset.path={self.folder}/data/valid.jsonl",
@@ -88,7 +88,7 @@ class Setting:
         ]
         if self.device != "cpu" and self.engine == "vllm":
             kv = round(self.kv_gb * 1e9)
-            found.append(vllm_flags(eager=self.eager, gpu_memory_utilization=0.1, kv_cache_memory_bytes=kv))
+            found.append(vllm_flags(eager=self.fallback, gpu_memory_utilization=0.1, kv_cache_memory_bytes=kv))
         return [*found, *self.extra]
 
     def experiment(self, eta: int, method: str, *, timeout: float, gpu: str | None = None) -> Experiment:
@@ -110,8 +110,8 @@ def timed_runs(report: Report, setting: Setting, gpus: GpuMeter, gpu: str | None
     """η = 0 and η = 2, each alone; what is told is reported run by run."""
     found: dict[str, Any] = {}
     for eta, method in TIMED:
-        run = run_with_graphs(
-            lambda eager, e=eta, m=method: replace(setting, eager=eager).experiment(  # type: ignore[misc]
+        run = run_or_fall_back(
+            lambda back, e=eta, m=method: replace(setting, fallback=back).experiment(  # type: ignore[misc]
                 e, m, timeout=max(report.left, 1.0), gpu=gpu
             )
         )
@@ -128,7 +128,7 @@ def runs_beside(
     def one(run: tuple[int, str], gpu: str | None) -> dict[str, Any]:
         try:
             return step_figures(
-                run_with_graphs(lambda eager: replace(setting, eager=eager).experiment(*run, timeout=time, gpu=gpu)),
+                run_or_fall_back(lambda back: replace(setting, fallback=back).experiment(*run, timeout=time, gpu=gpu)),
                 gpus,
             )
         except RuntimeError as error:

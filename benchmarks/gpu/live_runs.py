@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Self
@@ -239,7 +239,10 @@ class Client:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRun:
-    """One finished run. ``times``: when each step's line was written (monotonic seconds), beside ``steps``."""
+    """One finished run. ``times``: when each step's line was written (monotonic seconds), beside ``steps``.
+
+    ``failed``: how it ended early; ``fell_back``: why it did not run as it was asked to.
+    """
 
     steps: Sequence[Mapping[str, Any]]
     times: Sequence[float]
@@ -247,6 +250,7 @@ class LiveRun:
     summary: Mapping[str, Any]
     wall_seconds: float
     failed: str = ""
+    fell_back: str = ""
 
     def steady(self, skipped: float = 0.2) -> tuple[int, int]:
         """First and last index of the steps behind the first ``skipped`` of them, when nothing warms up any more."""
@@ -326,8 +330,8 @@ class Experiment:
         return []
 
 
-def run_with_graphs(make: Callable[[bool], Experiment]) -> LiveRun:
-    """``make(False)``'s run; where it ends before its first step, ``make(True)``'s: vLLM without CUDA graphs.
+def run_or_fall_back(make: Callable[[bool], Experiment]) -> LiveRun:
+    """``make(False)``'s run; where it ends before its first step, ``make(True)``'s: plain kernels, weights over shm.
 
     Raises:
         RuntimeError: that one, too.
@@ -335,8 +339,8 @@ def run_with_graphs(make: Callable[[bool], Experiment]) -> LiveRun:
     try:
         return make(False).run()
     except RuntimeError as error:
-        print(f"with CUDA graphs: {error}\nonce more without", flush=True)
-        return make(True).run()
+        print(f"as asked: {error}\nonce more without CUDA graphs, weights through shared memory", flush=True)
+        return replace(make(True).run(), fell_back=str(error)[:1500])
 
 
 def vllm_flags(*, eager: bool, **flags: Any) -> str:
@@ -373,7 +377,7 @@ def step_figures(run: LiveRun, gpus: GpuMeter) -> dict[str, Any]:
         ],
         **{name: run.summary.get(name) for name in names},
         "wall_seconds": round(run.wall_seconds, 1),
-        **({"failed": run.failed} if run.failed else {}),
+        **{name: told for name, told in (("failed", run.failed), ("fell_back", run.fell_back)) if told},
     }
 
 

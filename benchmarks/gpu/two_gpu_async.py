@@ -28,7 +28,7 @@ from benchmarks.gpu.live_runs import (
     engine_facts,
     engine_overrides,
     limit_time,
-    run_with_graphs,
+    run_or_fall_back,
     step_figures,
     vllm_flags,
 )
@@ -46,13 +46,13 @@ def steps_within(seconds: float) -> int:
     return min(max(int(left / (_SYNC_STEP + (len(ETAS) - 1) * _ASYNC_STEP)), _FEWEST), _MOST)
 
 
-def overrides(eta: int, given: argparse.Namespace, data: Path, steps: int, *, eager: bool) -> list[str]:
+def overrides(eta: int, given: argparse.Namespace, data: Path, steps: int, *, fallback: bool) -> list[str]:
     """Of the two-GPU recipe."""
     facts = engine_facts(given.device, given.python)
     batch, samples = (4, 2) if given.quick else (32, 8)
     found = [
         *engine_overrides(given.device, facts, engine=given.engine),
-        f"weights.transport={given.transport}",
+        f"weights.transport={'shm' if fallback else given.transport}",
         f"model.path={given.smollm2}",
         f"train_dataset.path={data}/train.jsonl",
         f"train_dataset.batch_size={batch}",
@@ -63,7 +63,7 @@ def overrides(eta: int, given: argparse.Namespace, data: Path, steps: int, *, ea
         "saver.at_end=false",
     ]
     if given.device != "cpu" and given.engine == "vllm":
-        found.append(vllm_flags(eager=eager, gpu_memory_utilization=0.7, kv_cache_memory_bytes=round(60e9)))
+        found.append(vllm_flags(eager=fallback, gpu_memory_utilization=0.7, kv_cache_memory_bytes=round(60e9)))
     return [*found, *given.overrides]
 
 
@@ -101,10 +101,10 @@ def measure(given: argparse.Namespace, budget: float, out: Path | None) -> dict[
         runs: dict[str, Any] = {}
         for eta in ETAS[:2] if given.quick else ETAS:
 
-            def experiment(eager: bool, eta: int = eta) -> Experiment:
+            def experiment(fallback: bool, eta: int = eta) -> Experiment:
                 return Experiment(
                     config=TWO_GPUS,
-                    overrides=overrides(eta, given, folder / "data", steps, eager=eager),
+                    overrides=overrides(eta, given, folder / "data", steps, fallback=fallback),
                     trial=f"eta{eta}",
                     runs=folder / "runs",
                     timeout=max(report.left, 1.0),
@@ -112,7 +112,7 @@ def measure(given: argparse.Namespace, budget: float, out: Path | None) -> dict[
 
             found = report.part(
                 f"eta={eta}",
-                lambda e=experiment: step_figures(run_with_graphs(e), gpus),  # type: ignore[misc]
+                lambda e=experiment: step_figures(run_or_fall_back(e), gpus),  # type: ignore[misc]
                 needs=0.0 if given.quick else _START,
             )
             runs |= {f"eta={eta}": found} if found is not None else {}

@@ -188,6 +188,36 @@ async def test_a_busy_server_costs_time_but_no_tries(server: Any, wire: Any) -> 
         assert (await engine.agenerate(_request())).output_tokens == [1]
 
 
+@pytest.mark.parametrize("how", ["busy", "cut"])
+async def test_an_update_that_is_over_is_not_slept_through(server: Any, wire: Any, how: str) -> None:
+    asked = asyncio.Event()
+    server.health = server.health.model_copy(update={"version": 10**6})  # as new as any receipt here
+    first = wire.refusal(503, "updating") if how == "busy" else wire.output([], StopReason.ABORT)
+
+    async def script(body: Any) -> Any:
+        if asked.is_set():
+            return wire.output([1])
+        asked.set()
+        return first
+
+    server.script = script
+    async with _engine(wire, server, timeout=60.0, retry=RetryPolicy(first=50.0, limit=50.0)) as (engine, pool):
+        answer = asyncio.create_task(engine.agenerate(_request()))
+        await asked.wait()
+        acknowledging = asyncio.create_task(_acknowledge_until(pool, server, answer))
+        assert (await asyncio.wait_for(answer, 10.0)).output_tokens == [1]
+        await acknowledging
+
+
+async def _acknowledge_until(pool: Any, server: Any, answer: asyncio.Task[Any]) -> None:
+    """Receipts until the answer is there: it may not have been waiting yet when the first one came."""
+    version = 0
+    while not answer.done():
+        version += 1
+        pool.acknowledge(server.receipt(version))
+        await asyncio.wait({answer}, timeout=0.05)
+
+
 async def test_a_server_that_is_busy_for_ever_ends_at_the_deadline(server: Any, wire: Any) -> None:
     async def busy(body: GenerateBody) -> web.Response:
         return wire.refusal(503, "paused")  # type: ignore[no-any-return]
