@@ -55,7 +55,7 @@ class ShardedParameters:
     """FSDP2 over the ranks; on one rank where weights are offloaded."""
 
     def __init__(
-        self, module: nn.Module, parallel: Parallel, compute_dtype: torch.dtype | None, *, offload: bool
+        self, module: nn.Module, parallel: Parallel, compute_dtype: torch.dtype | None, *, offload: bool = False
     ) -> None:
         self._units: list[FSDPModule] = shard(module, parallel, compute_dtype, offload=offload)
         self._shards = parallel.shards
