@@ -8,7 +8,7 @@ import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -26,6 +26,7 @@ from subjects import (
     TOKEN,
     ServerProcess,
     Subject,
+    bucket_bytes_of,
     build_tiny,
     load_model,
     load_tokenizer,
@@ -142,7 +143,14 @@ class Line:
     trainer: Trainer
     oracle: Any
     run_id: str
+    link_version: str
     version: int = 0
+
+    async def join(self, server: ServerProcess, transport: TransportKind) -> None:
+        """Another server, for the next publication on."""
+        settings = LinkSettings(token=TOKEN, version=self.link_version, transport=transport)
+        link = get_backend(self.subject.name).connect(server.name, server.url, settings)
+        await self.pool.add(server.name, server.url, link.control, link.dialect)
 
     def prepare(self) -> int:
         """Make the weights of the next version, so that publishing it takes no longer than it must."""
@@ -179,8 +187,10 @@ class Line:
 
 
 @pytest.fixture(scope="session")
-def open_line(subject: Subject, trained: Any, oracle: Any, tokenizer: Any) -> Any:
+def open_line(subject: Subject, model_path: Path, trained: Any, oracle: Any, tokenizer: Any) -> Any:
     """Opens a :class:`Line` to a server; the server's first version is published. Deadlines are for what hangs."""
+
+    bucket_bytes = bucket_bytes_of(model_path)
 
     @asynccontextmanager
     async def opened(
@@ -200,9 +210,9 @@ def open_line(subject: Subject, trained: Any, oracle: Any, tokenizer: Any) -> An
         async with AsyncExitStack() as stack:
             stack.callback(_nothing_left, run_id)
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="contract-")))
-            writer = make_writer(transport, run_id=run_id, directory=folder, bucket_bytes=16 * 2**20)
+            writer = make_writer(transport, run_id=run_id, directory=folder, bucket_bytes=bucket_bytes)
             stack.callback(writer.close)
-            pool = await stack.enter_async_context(ServerPool(replace(HealthPolicy(), readmit_after=0.2)))
+            pool = await stack.enter_async_context(ServerPool(HealthPolicy(timeout=HUNG / 3, readmit_after=0.2)))
             await pool.add(server.name, server.url, link.control, link.dialect)
             rules = TextRules(decode=tokenizer.decode)
             engine = await stack.enter_async_context(
@@ -213,7 +223,7 @@ def open_line(subject: Subject, trained: Any, oracle: Any, tokenizer: Any) -> An
             channel = WeightChannel(trainer, pool, interrupt=interrupt, timeout=update_timeout)
             line = Line(
                 subject=subject, server=server, link=link, pool=pool, engine=engine, channel=channel, trainer=trainer,
-                oracle=oracle, run_id=run_id,
+                oracle=oracle, run_id=run_id, link_version=version,
             )  # fmt: skip
             if publish:
                 await line.publish()

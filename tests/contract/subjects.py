@@ -220,6 +220,11 @@ def _letters() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def bucket_bytes_of(folder: Path) -> int:
+    """So small that a version of the model takes a dozen buckets and more."""
+    return 2**14 if (folder / "model.safetensors").stat().st_size < 2**20 else 2**24
+
+
 def load_model(folder: Path, dtype: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
 

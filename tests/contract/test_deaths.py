@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import time
@@ -13,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
+import torch.distributed as dist
 from subjects import HUNG, TEST, ServerProcess, Subject
 from subjects import running as started_server
 
 from areal_like.api.generation import GenerationHyperparameters, ModelRequest
-from areal_like.api.weights import InterruptMode, Manifest
+from areal_like.api.weights import InterruptMode, Manifest, TransportKind
 from areal_like.errors import InfrastructureError, ServerUnavailable, StaleCommand, WeightUpdateError
 from areal_like.weights.segments import remove_segments
+from launcher.leftovers import sweep_engine_memory
 
 if TYPE_CHECKING:
     from conftest import Line
@@ -118,6 +121,38 @@ async def test_a_worker_that_dies_ends_the_whole_server(open_line: Any, own_serv
             await line.publish()
     await asyncio.to_thread(own_server.process.wait, 60)
     assert left_over(own_server) == []
+
+
+async def test_a_server_lost_while_it_receives_costs_the_others_nothing(
+    open_line: Any, server: ServerProcess, own_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything of it is gone in the middle of a broadcast; the trainer goes on, and so does the other server."""
+    async with open_line(server, transport=TransportKind.COLLECTIVE) as line:
+        await line.join(own_server, TransportKind.COLLECTIVE)
+        await line.publish()
+        assert line.pool.statistics().in_rotation == 2
+        after = line.prepare()
+        kill_in_broadcast(own_server, monkeypatch)
+        receipts = await line.channel.publish(after)
+        assert await asyncio.to_thread(own_server.process.wait, 30) == -signal.SIGKILL
+        assert [receipt.server for receipt in receipts] == [server.name]
+        assert line.pool.statistics().in_rotation == 1
+        answer = await line.ask(PROMPT, max_new_tokens=8)
+        assert set(answer.output_versions) == {after}
+        assert line.distance(answer, after) < line.subject.noise
+    sweep_engine_memory(own_server.began)
+
+
+def kill_in_broadcast(server: ServerProcess, monkeypatch: pytest.MonkeyPatch, number: int = 3) -> None:
+    """Kill all processes of ``server`` as the trainer begins broadcast ``number`` from now on."""
+    broadcast, counter = dist.ProcessGroupGloo.broadcast, itertools.count(1)
+
+    def counted(*arguments: Any) -> Any:
+        if next(counter) == number:
+            os.killpg(server.process.pid, signal.SIGKILL)
+        return broadcast(*arguments)
+
+    monkeypatch.setattr(dist.ProcessGroupGloo, "broadcast", counted)
 
 
 def left_over(server: ServerProcess) -> list[str]:

@@ -112,7 +112,9 @@ async def test_a_long_seeded_prompt_does_no_harm(line: Line) -> None:
     """vLLM on a CPU dies of a seed with a prompt that is prefilled in chunks."""
     assert line.pool.context_length is not None
     prompt = [(7 * i) % 290 + 5 for i in range(line.pool.context_length - 20)]
-    answers = await asyncio.gather(*(line.ask(prompt, max_new_tokens=4, seed=i) for i in range(6)))
+    answers = await asyncio.gather(
+        *(line.ask(prompt, max_new_tokens=4, seed=i) for i in range(6 if line.subject.seeds else 2))
+    )
     assert {answer.output_len for answer in answers} == {4}
 
 

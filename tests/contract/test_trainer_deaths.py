@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from subjects import HUNG, ROOT, TEST, ServerProcess, Subject
+from subjects import HUNG, ROOT, TEST, ServerProcess, Subject, bucket_bytes_of
 
 from areal_like.api.weights import Manifest, TransportKind
 from areal_like.errors import WeightUpdateError
@@ -41,8 +41,8 @@ class DoomedTrainer:
 
 @contextmanager
 def doomed(model_path: Path, subject: Subject, number: signal.Signals) -> Iterator[DoomedTrainer]:
-    bucket_bytes = 2**14 if model_path.name.startswith("tiny") else 2**24  # a dozen buckets and more
-    command = [sys.executable, str(DOOMED), str(model_path), subject.dtype, str(bucket_bytes), str(int(number))]
+    how = (str(model_path), subject.dtype, str(bucket_bytes_of(model_path)), str(int(number)))
+    command = [sys.executable, str(DOOMED), *how]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:
             assert process.stdout is not None
