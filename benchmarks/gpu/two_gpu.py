@@ -6,7 +6,7 @@ a  updates of SmolLM2's and of a 6B shape under 256 running requests, each check
    bytes/s; beside a plain torch.distributed broadcast of the same bytes between two processes in the same run
 b  the same experiment synchronous and asynchronous (two_gpu_async.py)
 c  the server killed in the middle of a broadcast, and the trainer (two_gpu_deaths.py)
-d  two FSDP2 ranks give what one gives (tests/gpu/test_two_ranks_cuda.py), and their MFU (train_step.py --ranks 1 2)
+d  two FSDP2 ranks give what one gives (tests/gpu/test_two_ranks_cuda.py), and their MFU (train_step_ranks.py)
 
 Results are written after every part and reading. Without GPUs (``--quick``) parts a and c run on CPUs, over gloo.
 """
@@ -49,8 +49,8 @@ from update_readings import (  # noqa: E402
 
 from areal_like.api.weights import InterruptMode  # noqa: E402
 
-#: the shares of the time that is left which parts b and d may take
-SHARE_B, SHARE_D = 0.6, 0.9
+#: the share of the time that is left which part b may take, and the seconds of part d's readings
+SHARE_B, SECONDS_D = 0.9, 120.0
 RAW_TIMES = 5
 
 
@@ -59,6 +59,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", default=["a", "c", "d", "b"], choices=sorted(PARTS))
     parser.add_argument("--shapes", nargs="+", default=["135m", "6b"], choices=sorted(PLANS))
     parser.add_argument("--modes", nargs="+", default=["keep", "recompute"])
+    parser.add_argument("--ranks-shapes", nargs="+", default=["1.5b"], help="what is trained in part d")
     parser.add_argument("--deaths-shape", default="6b", choices=sorted(PLANS), help="what is sent in part c")
     add_options(parser, seconds=540.0)
     options = parser.parse_args()
@@ -171,16 +172,11 @@ def part_d(bench: Bench, row: dict[str, Any]) -> None:
     row |= {"tests_passed": tests.returncode == 0, "tests_said": tests.stdout[-1500:]}
     bench.say(f"two ranks against one: {tests.stdout.strip().splitlines()[-1:]}")
     bench.write()
-    if bench.device.type != "cuda":
-        row["train_step"] = "not run: no GPUs"
-        return
-    out = bench.folder / "train_step.json"
-    seconds = SHARE_D * bench.left if bench.options.parts[-1] == "d" else min(150.0, SHARE_D * bench.left)
-    subprocess.run(
-        [sys.executable, str(BENCHMARKS / "gpu" / "train_step.py"), "--ranks", "1", "2", "--shapes", "1.5b",
-         "--seconds", str(seconds), "--only", "ours, mixed rows", "ours, even rows", "--out", str(out)],
-        cwd=ROOT, timeout=bench.left + 30, check=False,
-    )  # fmt: skip
+    out = bench.folder / "train_step_ranks.json"
+    seconds = min(SECONDS_D, 0.8 * bench.left)
+    words = ["--quick"] if bench.options.quick else ["--shapes", *bench.options.ranks_shapes]
+    program = [sys.executable, str(BENCHMARKS / "gpu" / "train_step_ranks.py"), "--seconds", str(seconds)]
+    subprocess.run([*program, *words, "--out", str(out)], cwd=ROOT, timeout=bench.left + 60, check=False)
     row["train_step"] = json.loads(out.read_text())
 
 
