@@ -200,14 +200,23 @@ class Client:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._group = process_group(self._command, self._log, self._environment, **pipes)
         self._process = self._group.__enter__()
-        threading.Thread(target=self._read_for_ever, name="client-answers", daemon=True).start()
-        if (said := self._answer(self.IMPORT)) != "ready":
-            self._group.__exit__(None, None, None)
-            raise RuntimeError(f"a client said {said!r} instead of being ready")
+        self._reader = threading.Thread(target=self._read_for_ever, name="client-answers", daemon=True)
+        self._reader.start()
+        try:
+            if (said := self._answer(self.IMPORT)) != "ready":
+                raise RuntimeError(f"a client said {said!r} instead of being ready")
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *raised: object) -> None:
         self._group.__exit__(None, None, None)
+        self._reader.join(_GRACE)
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(BrokenPipeError):
+                assert pipe is not None
+                pipe.close()
 
     def ask(self, work: Any) -> dict[str, Any]:
         """One turn.
@@ -216,8 +225,9 @@ class Client:
             RuntimeError: it failed, ended, or did not answer in time.
         """
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(work) + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended, which the answer tells
+            self._process.stdin.write(json.dumps(work) + "\n")
+            self._process.stdin.flush()
         found: dict[str, Any] = json.loads(self._answer(self.TURN))
         if "error" in found:
             raise RuntimeError(str(found["error"]))

@@ -1,0 +1,142 @@
+"""The parts of the GPU benchmarks that are no measurement: results that survive failures, clients, figures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from benchmarks.gpu import learning, two_gpu_async
+from benchmarks.gpu.gpu_meter import GpuMeter
+from benchmarks.gpu.live_runs import Client, LiveRun, Report, process_group, step_figures
+
+
+def fail() -> None:
+    raise ValueError("no such luck")
+
+
+def test_a_part_that_fails_costs_no_other(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    report = Report(out, "some", budget=60.0, device="cpu")
+    assert report.part("first", lambda: {"rate": 1.5}) == {"rate": 1.5}
+    assert report.part("second", fail) is None
+    assert json.loads(out.read_text())["first"] == {"rate": 1.5}  # what is there when the next one ends everything
+    assert report.part("third", lambda: 3) == 3
+    found = json.loads(out.read_text())
+    assert "no such luck" in found["second"]["failed"]
+    assert (found["benchmark"], found["device"], found["third"]) == ("some", "cpu", 3)
+
+
+def test_a_part_that_would_begin_too_late_is_named(tmp_path: Path) -> None:
+    report = Report(tmp_path / "found.json", "some", budget=5.0)
+    assert report.part("long", fail, needs=50.0) is None
+    assert report.found["long"].startswith("not run")
+
+
+ECHO = """
+import json, sys
+print("noise", flush=True)
+print("@ready", flush=True)
+for line in sys.stdin:
+    work = json.loads(line)
+    if work == "end":
+        sys.exit("why it ended")
+    print("between", flush=True)
+    print("@" + json.dumps({"error": "refused"} if work == "refuse" else {"doubled": 2 * work}), flush=True)
+"""
+
+
+def test_a_client_answers_turn_by_turn_and_tells_what_failed(tmp_path: Path) -> None:
+    with Client([sys.executable, "-c", ECHO], "token", tmp_path / "log") as client:
+        assert client.ask(3) == {"doubled": 6}
+        with pytest.raises(RuntimeError, match="refused"):
+            client.ask("refuse")
+        assert client.ask(4) == {"doubled": 8}
+        with pytest.raises(RuntimeError, match="why it ended"):
+            client.ask("end")
+
+
+def test_a_client_that_cannot_start_is_told_with_its_last_words(tmp_path: Path) -> None:
+    with (
+        pytest.raises(RuntimeError, match="cannot import"),
+        Client([sys.executable, "-c", "raise SystemExit('cannot import')"], "token", tmp_path / "log"),
+    ):
+        pass
+
+
+def test_a_group_is_gone_afterwards_with_what_it_started(tmp_path: Path) -> None:
+    child = f"import subprocess, sys; subprocess.run([{sys.executable!r}, '-c', 'import time; time.sleep(60)'])"
+    with process_group([sys.executable, "-c", child], tmp_path / "log") as process:
+        group = process.pid
+    assert process.returncode is not None
+    assert not any(_group_of(pid) == group for pid in Path("/proc").iterdir() if pid.name.isdigit())
+
+
+def _group_of(entry: Path) -> int | None:
+    """Of a process that still runs; what waits to be collected is none."""
+    try:
+        state, _, group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+    except (OSError, ValueError):
+        return None
+    return None if state == "Z" else int(group)
+
+
+def run_of(step_seconds: list[float], reward: list[float]) -> LiveRun:
+    """Each step generates 100 tokens; half of it is training, a quarter waiting."""
+    ends = [sum(step_seconds[: i + 1]) for i in range(len(step_seconds))]
+    steps: list[dict[str, Any]] = [
+        {
+            "step": i + 1, "seconds": end, "reward": reward[i], "step_seconds": seconds,
+            "wait_seconds": seconds / 4, "update_seconds": seconds / 2, "publish_seconds": 0.1, "pause_seconds": 0.05,
+            "rollout": {"generated_tokens": 100 * (i + 1)},
+        }
+        for i, (end, seconds) in enumerate(zip(ends, step_seconds, strict=True))
+    ]  # fmt: skip
+    return LiveRun(steps=steps, times=ends, evaluations=[], summary={"lag_max": 2}, wall_seconds=20.0)
+
+
+def test_figures_leave_the_first_steps_out() -> None:
+    found = step_figures(run_of([9.0, *[2.0] * 9], [0.0] * 8 + [0.5, 0.7]), GpuMeter())
+    assert found["seconds_per_step"] == 2.0
+    assert found["generated_tokens_per_second"] == 50.0
+    assert (found["trainer_busy_share"], found["trainer_waiting_share"]) == (0.5, 0.25)
+    assert found["reward_last"] == 0.7  # the last sixth of ten steps, rounded down: one
+    assert (found["lag_max"], found["gpu_busy"]) == (2, None)
+
+
+def test_gpu_shares_are_means_over_the_time_asked_for() -> None:
+    meter = GpuMeter()
+    meter.readings = [(1.0, (0.0, 1.0), (1.0, 1.0)), (2.0, (0.4, 0.8), (3.0, 5.0)), (3.0, (0.6, 0.2), (5.0, 7.0))]
+    assert meter.busy(1.5, 3.5) == [0.5, 0.5]
+    assert meter.memory_gb(1.5, 3.5) == [4.0, 6.0]
+    assert meter.busy(8.0, 9.0) is None
+
+
+def test_asynchronous_runs_are_told_beside_the_synchronous_one() -> None:
+    sync = step_figures(run_of([3.0] * 8, [0.5, 0.7] * 4), GpuMeter())
+    other = step_figures(run_of([1.5] * 8, [0.4, 0.6] * 4), GpuMeter())
+    found = two_gpu_async.compare({"eta=0": sync, "eta=2": other, "eta=4": {"failed": "x"}})
+    assert set(found) == {"eta=2"}
+    assert found["eta=2"]["faster_than_sync"] == 2.0
+    assert found["eta=2"]["reward_difference"] == pytest.approx(-0.1)
+    # both ends are two steps that differ by 0.2: deviation 0.2/√2, error of each mean 0.1, of the difference 0.1·√2
+    assert found["eta=2"]["reward_noise"] == pytest.approx(0.1414, abs=1e-4)
+
+
+def test_steps_fit_into_the_budget_and_are_never_too_few() -> None:
+    assert two_gpu_async.steps_within(1e6) == 40
+    assert two_gpu_async.steps_within(100) == 8
+    assert two_gpu_async.steps_within(310) == 20  # (310 - 150) / (5 + 2 · 1.5)
+
+
+def test_a_figure_is_drawn_of_whatever_runs_there_are(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run = step_figures(run_of([1.0] * 6, [0.1] * 6), GpuMeter()) | {"held_out": [[0, 0.1, 1.0], [6, None, 2.0]]}
+    result = {"timed": {"eta=0 decoupled": run}, "side by side": {"eta=8 naive PPO": {"failed": "x"}}}
+    learning.plot(result, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 1000
