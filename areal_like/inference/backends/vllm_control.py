@@ -206,7 +206,8 @@ class VllmControl:
             raise StaleCommand(f"{self._name}: stage of {manifest.version}, and its workers hold {before.version}")
         await self._rpc("areal_like_discard", timeout=timeout)  # of an update that somebody broke off
         await self._weights("/start_weight_update", None, timeout=timeout)
-        body = {"update_info": {"op": "stage", "manifest": manifest.model_dump_json()}}
+        told = {"op": "stage", "manifest": manifest.model_dump_json(), "server": self._name}
+        body = {"update_info": told}
         await self._weights("/update_weights", body, timeout=timeout)
 
     async def _until_staged(self, manifest: Manifest, *, timeout: float) -> WorkerStatus:

@@ -51,10 +51,11 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """``op``: ``stage`` (with a manifest as JSON) or ``wait``."""
+    """``op``: ``stage`` (with a manifest as JSON, and the server's name in the run) or ``wait``."""
 
     op: str
     manifest: str = ""
+    server: str = ""
 
 
 class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -69,6 +70,7 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         on_gpu = self.device.type == "cuda"
         self._receiver = Receiver(self.device, self._deliver if on_gpu else None)
         self._membership: Membership | None = None
+        self._server = ""
         self._digests: DeviceDigests | None = None
         self._expected: Expected | None = None
         self._loaded: Manifest | None = None
@@ -91,6 +93,7 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         if update_info.op == "stage":
             manifest = Manifest.model_validate_json(update_info.manifest)
+            self._server = update_info.server
             self._receiver.stage(manifest, self._expect(), newest=self._newest())
         elif update_info.op == "wait":
             if self._receiver.state != "staged":
@@ -167,7 +170,8 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _member(self) -> Membership:
         if self._membership is None:
             groups = NcclGroups(self.device, timeout=_JOIN_TIMEOUT, opening=native.unpinned)
-            self._membership = Membership(groups, self.device)
+            self._membership = Membership(groups, self.device, workers=self.parallel_config.world_size)
+        self._membership.server = self._server or self._membership.id
         return self._membership
 
     def _receive(self, manifest: Manifest, delivery: Delivery) -> None:

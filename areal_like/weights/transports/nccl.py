@@ -4,7 +4,8 @@
     thread: round: who joined --> group, kept while its members stay the same --> all receiving? --> go --> broadcast
 
 The group is formed and warmed up while servers still generate. Buckets leave only once every member is receiving, so
-no GPU spins while a server drains. A member that is lost breaks the round: the communicator is aborted, the trainer
+no GPU spins while a server drains; but nobody is kept paused for long by others: who is late comes in a later round. A
+member that is lost breaks the round: the communicator is aborted, the trainer
 lives on, and the others meet again in the next round (``weights.transports.rounds``).
 """
 
@@ -37,16 +38,17 @@ from areal_like.weights.transports.rounds import (
     fault_of,
     over_key,
     own_host,
+    whole_servers,
 )
 
 _LOG = logging.getLogger(__name__)
 
-#: seconds after the first member of a round until it closes without those that were expected
+#: seconds after the first member of a round until it closes without those that were expected...
 JOIN_WINDOW = 3.0
+#: ...and without a newcomer until it closes, where nobody knows how many to expect
+FIRST_WINDOW = 1.0
 #: seconds between two looks while nobody has joined
 _IDLE_LOOK = 0.02
-#: seconds until a member that joined has said who it is
-_INTRODUCTION = 2.0
 #: seconds that members get to say that they are done once the next version is on its way
 _GRACE = 1.0
 #: bytes of the broadcasts that make a new group's connections: of a small and of a large message's protocol
@@ -84,7 +86,7 @@ class NcclWriter:
         self._reading = threading.Lock()
         self._offer: _Offer | None = None
         self._closed = False
-        self._expected = 1
+        self._expected: int | None = None
         self._thread = threading.Thread(target=self._serve, name="weights-sender", daemon=True)
         self._thread.start()
 
@@ -143,12 +145,13 @@ class NcclWriter:
         try:
             while True:
                 keys = RoundKeys(key=offer.key, number=number)
-                members = self._close_round(offer, keys, wanted=max(self._expected - served, 1))
+                wanted = None if self._expected is None else max(self._expected - served, 1)
+                members = self._close_round(offer, keys, wanted)
                 if self._run_round(offer, keys, members):
                     served += len(members)
                 number += 1
         except _Over:
-            self._expected = max(served, 1)
+            self._expected = served or self._expected
 
     def _run_round(self, offer: _Offer, keys: RoundKeys, members: Sequence[Member]) -> bool:
         """False where it broke. The thread must live on, whatever went wrong: the next round may do better."""
@@ -163,26 +166,24 @@ class NcclWriter:
             return False
         return True
 
-    def _close_round(self, offer: _Offer, keys: RoundKeys, *, wanted: int) -> Sequence[Member]:
-        """Wait for a round's members. Raises _Over."""
-        first = 0.0
+    def _close_round(self, offer: _Offer, keys: RoundKeys, wanted: int | None) -> Sequence[Member]:
+        """Wait for a round's members; of each server all workers, or none. Raises _Over."""
+        members: dict[int, Member] = {}
+        first = latest = 0.0
         while True:
             self._check_offered(offer)
             joined: int = self._store.add(keys.joined, 0)
             now = time.monotonic()
-            first = first or (now if joined else 0.0)
-            if joined and (joined >= wanted or now - first > JOIN_WINDOW):
-                return [member for place in range(1, joined + 1) for member in self._introduced(keys.member(place))]
+            for place in range(1, joined + 1):
+                if place not in members and self._store.check([keys.member(place)]):
+                    members[place] = Member.from_json(self._store.get(keys.member(place)))
+                    first, latest = first or now, now
+            whole = whole_servers(list(members.values()))
+            everyone = wanted is not None and len(whole) == joined >= wanted
+            waited = now - first > JOIN_WINDOW if wanted is not None else now - latest > FIRST_WINDOW
+            if whole and (everyone or waited):
+                return whole
             time.sleep(SLOW_LOOK if joined else _IDLE_LOOK)
-
-    def _introduced(self, key: str) -> Sequence[Member]:
-        """Who took a place; nobody where it was lost before it said so."""
-        deadline = time.monotonic() + _INTRODUCTION
-        while not self._store.check([key]):
-            if time.monotonic() > deadline:
-                return ()
-            time.sleep(SLOW_LOOK)
-        return (Member.from_json(self._store.get(key)),)
 
     def _round(self, offer: _Offer, keys: RoundKeys, members: Sequence[Member]) -> None:
         """One broadcast. Raises GroupBroken, or _Over where it did not come to that."""
@@ -192,11 +193,18 @@ class NcclWriter:
         pulses = _Pulses(self._store.add, keys, len(members), self._stall)
         ranks = range(1, 1 + len(members))
 
+        receiving = [keys.receiving(rank) for rank in ranks]
+        paused: list[float] = []
+
         def still() -> None:
             self._check_offered(offer)
             pulses.check()
+            if not paused and any(self._store.check([key]) for key in receiving):
+                paused.append(time.monotonic())
+            if paused and time.monotonic() - paused[0] > self._stall:
+                raise GroupBroken(f"some are paused and receiving, and others were not within {self._stall:g} s")
 
-        self._until(keys, [keys.receiving(rank) for rank in ranks], still)
+        self._until(keys, receiving, still)
         with self._reading:
             self._check_offered(offer)
             self._store.set(keys.go, "1")
@@ -229,8 +237,6 @@ class NcclWriter:
 
     def _meet(self, keys: RoundKeys, members: Sequence[Member]) -> Group | None:
         """The group of these members: the one from before, or a new one; None where they can form none."""
-        if not members:
-            raise GroupBroken("nobody who joined said who it is")
         group = self._group
         stayed = {m.id for m in members} == self._ranks.keys() and all(m.held == self._group_name for m in members)
         if group is not None and not group.broken and stayed:
@@ -254,8 +260,8 @@ class NcclWriter:
 
     def _ourselves(self) -> Member:
         return Member(
-            id="trainer", held=self._group_name, library=self._groups.version, gpu=self._groups.device_name,
-            host=own_host(),
+            id="trainer", server="trainer", workers=1, held=self._group_name, library=self._groups.version,
+            gpu=self._groups.device_name, host=own_host(),
         )  # fmt: skip
 
     def _drop_group(self) -> None:

@@ -13,11 +13,9 @@ from __future__ import annotations
 import base64
 import json
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
-
-from areal_like.errors import WeightUpdateError
 
 #: seconds between two looks at the store: for somebody to join; where a server is paused meanwhile
 SLOW_LOOK, QUICK_LOOK = 0.005, 0.001
@@ -27,9 +25,14 @@ PULSE = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """Who joins. ``held``: the group that it is still in; ``library``: NCCL's version; ``gpu``: its device's name."""
+    """Who joins: one worker of ``server``, which has ``workers`` of them; they take part all or none.
+
+    ``held``: the group that it is still in; ``library``: NCCL's version; ``gpu``: its device's name.
+    """
 
     id: str
+    server: str
+    workers: int
     held: str
     library: str
     gpu: str
@@ -40,7 +43,9 @@ class Member:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Member:
-        return cls(**_strings(text))
+        found = json.loads(text)
+        named = {name: str(found[name]) for name in ("id", "server", "held", "library", "gpu", "host")}
+        return cls(**named, workers=int(found["workers"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +133,12 @@ def own_host() -> str:
     return socket.gethostname()
 
 
+def whole_servers(members: Sequence[Member]) -> Sequence[Member]:
+    """Those whose server is there with all its workers."""
+    there = Counter(member.server for member in members)
+    return [member for member in members if there[member.server] >= member.workers]
+
+
 def fault_of(members: Sequence[Member], trainer: Member) -> str:
     """Why these members can form no group; empty where they can.
 
@@ -147,10 +158,3 @@ def fault_of(members: Sequence[Member], trainer: Member) -> str:
             "weights.transport=ipc where trainer and server share a GPU"
         )
     return ""
-
-
-def _strings(text: str | bytes) -> dict[str, Any]:
-    found = json.loads(text)
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise WeightUpdateError(f"a member of a group is not told like this: {text!r}")
-    return found

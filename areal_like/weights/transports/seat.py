@@ -49,16 +49,20 @@ _FAREWELL = 2.0
 class Membership:
     """What one process keeps from version to version: its name and the group that it is in."""
 
-    def __init__(self, groups: Groups, device: torch.device) -> None:
-        self.groups, self.device = groups, device
+    def __init__(self, groups: Groups, device: torch.device, *, workers: int = 1) -> None:
+        """``workers``: how many of them the server has, each in a process of its own."""
+        self.groups, self.device, self.workers = groups, device, workers
         self.id = secrets.token_hex(8)
+        #: common to the workers of one server
+        self.server = self.id
         self.group: Group | None = None
         self.name = ""
 
     def as_member(self) -> Member:
         held = self.name if self.group is not None and not self.group.broken else ""
         return Member(
-            id=self.id, held=held, library=self.groups.version, gpu=self.groups.device_name, host=own_host()
+            id=self.id, server=self.server, workers=self.workers, held=held, library=self.groups.version,
+            gpu=self.groups.device_name, host=own_host(),
         )  # fmt: skip
 
     def meet(self, terms: Terms, stall: float) -> Group:
@@ -206,6 +210,7 @@ class Seat:
             self._changed.notify_all()
         if not self._until_go(store, keys, rank):
             self._membership.leave()
+            self._until_wanted(store)
             return keys.number + 1
         with self._changed:
             self._group, self._outcome = group, None
@@ -263,6 +268,13 @@ class Seat:
                 said = True
             time.sleep(QUICK_LOOK)
         return True
+
+    def _until_wanted(self, store: Store) -> None:
+        """A seat that was lost is taken again when it is needed: others would wait for us in vain, and paused."""
+        while not (self._wanted or self._left):
+            self._beat(store)  # not under the lock: the store may hang, and the engine must not
+            with self._changed:
+                self._changed.wait_for(lambda: self._wanted or self._left, timeout=PULSE)
 
     def _until_taken(self, store: Store, keys: RoundKeys, rank: int, group: Group) -> str:
         """What went wrong while the bytes were taken; empty where nothing did. Others may tell before it shows."""

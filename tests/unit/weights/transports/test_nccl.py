@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from areal_like.weights.chunks import plan_chunks
 from areal_like.weights.device_digest import device_digest
 from areal_like.weights.nccl import Group, GroupBroken
 from areal_like.weights.transports import nccl
+from areal_like.weights.transports import seat as seat_module
 from areal_like.weights.transports.nccl import NcclWriter
 from areal_like.weights.transports.nccl_reader import NcclReader
 from areal_like.weights.transports.rounds import Member, RoundKeys, Terms, fault_of
@@ -23,7 +25,7 @@ from areal_like.weights.transports.seat import Membership, Seat
 from tests.fakes.groups import FakeGroup, FakeGroups, FakeNet
 
 CPU = torch.device("cpu")
-STALL = 1.0
+STALL = 0.6
 Break = Callable[[FakeGroup, int], None]
 
 
@@ -34,13 +36,16 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def net() -> FakeNet:
+def net(monkeypatch: pytest.MonkeyPatch) -> FakeNet:
+    for module in (nccl, seat_module):
+        monkeypatch.setattr(module, "PULSE", 0.1)
     return FakeNet()
 
 
 @pytest.fixture
 def writer(net: FakeNet, monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclWriter]:
     monkeypatch.setattr(nccl, "JOIN_WINDOW", 0.3)
+    monkeypatch.setattr(nccl, "FIRST_WINDOW", 0.1)
     made = NcclWriter(host="127.0.0.1", bucket_bytes=4096, groups=FakeGroups(net, "gpu-0"), device=CPU, stall=STALL)
     yield made
     made.close()
@@ -49,9 +54,12 @@ def writer(net: FakeNet, monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclWriter
 class Server:
     """One receiving process, as a thread plays it."""
 
-    def __init__(self, net: FakeNet, number: int, broken_by: Break = lambda group, place: None) -> None:
+    def __init__(
+        self, net: FakeNet, number: int, broken_by: Break = lambda group, place: None, *, of: str = "", workers: int = 1
+    ) -> None:
         self.groups = FakeGroups(net, f"gpu-{number}", on_broadcast=broken_by)
-        self.membership = Membership(self.groups, CPU)
+        self.membership = Membership(self.groups, CPU, workers=workers)
+        self.membership.server = of or self.membership.id
         self.pool = ThreadPoolExecutor(2)
 
     def take(self, manifest: Manifest, *, before: Callable[[], None] = lambda: None) -> Future[dict[str, str]]:
@@ -149,6 +157,34 @@ def test_one_that_is_lost_before_it_receives_holds_up_nobody_for_long(writer: Nc
     assert kept.result(30) == told(manifest)
 
 
+def test_the_workers_of_a_server_take_part_together(writer: NcclWriter, net: FakeNet) -> None:
+    """None of them commits before all are seated: half a server in a round would wait for ever."""
+    for version in range(2):
+        manifest = written(writer, version)
+        if version == 0:
+            servers = [Server(net, number, of=of, workers=2) for number, of in enumerate("abab", start=1)]
+        barriers = {of: threading.Barrier(2) for of in "ab"}
+        tasks = []
+        for server in servers:
+            barrier = barriers[server.membership.server]
+            tasks.append(server.take(manifest, before=lambda barrier=barrier: barrier.wait(20) and None))
+            time.sleep(0.15)  # longer than the window in which newcomers are expected
+        assert [task.result(30) for task in tasks] == [told(manifest)] * 4
+
+
+def test_one_that_never_receives_keeps_the_others_paused_no_longer_than_told(writer: NcclWriter, net: FakeNet) -> None:
+    """It lives, and gives signs of life; but its control was lost, and nobody tells it to commit."""
+    manifest = written(writer, 1)
+    ready, idle = Server(net, 1), Server(net, 2)
+    seat = Seat(manifest, idle.membership)
+    task = ready.take(manifest)
+    seat.prepare()
+    assert task.result(20) == told(manifest)
+    following = written(writer, 2)
+    tasks = [server.take(following) for server in (ready, idle)]
+    assert [task.result(30) for task in tasks] == [told(following)] * 2
+
+
 def test_a_trainer_that_stops_in_mid_broadcast_ends_the_receiving(
     net: FakeNet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,9 +259,9 @@ def test_terms_and_members_travel_as_json() -> None:
     terms = Terms(group="g", unique_id=bytes(range(128)), ranks={"a": 1, "b": 2}, fault="")
     assert Terms.from_json(terms.to_json()) == terms
     assert terms.size == 3
-    member = Member(id="a", held="", library="22800", gpu="u", host="h")
+    member = Member(id="a", server="s", workers=2, held="", library="22800", gpu="u", host="h")
     assert Member.from_json(member.to_json()) == member
-    assert fault_of([member], Member(id="t", held="", library="22800", gpu="v", host="h")) == ""
+    assert fault_of([member], replace(member, id="t", gpu="v")) == ""
     assert RoundKeys(key="k", number=2).done(1) == "k/2/done/1"
 
 
