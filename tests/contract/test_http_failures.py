@@ -23,7 +23,7 @@ PROMPT = [10, 200, 31, 77, 150, 42]
 async def test_failed_requests_end_in_time(open_line: Any, server: ServerProcess) -> None:
     async with proxied(server.url) as proxy, open_line(replace(server, url=proxy.url)) as line:
         await line.ask(PROMPT, max_new_tokens=1)
-        proxy.failing = proxy.posted[-1]
+        proxy.failing = next(path for path in proxy.posted if path.endswith("/generate"))
         with pytest.raises(InfrastructureError, match="500: told to fail"):
             async with asyncio.timeout(HUNG):
                 await line.ask(PROMPT, max_new_tokens=4)
