@@ -21,15 +21,15 @@ from areal_like.api.weights import TransportKind
 from areal_like.config.experiment import ExperimentConfig
 from areal_like.config.paths import RunPaths
 from areal_like.errors import ConfigError
-from areal_like.inference.backends import ENGINES
+from areal_like.inference.backends import ENGINES, get_engine
 from areal_like.rollout.datasets import read_jsonl
 from areal_like.rollout.plugins import build_workflow, check_workflow, import_callable
 from areal_like.rollout.tokenizer import FastTokenizer, load_tokenizer
 from areal_like.weights.segments import segment_directory
 from launcher.devices import Machine, this_machine
-from launcher.engines import check_capabilities, engine_environment
+from launcher.engines import check_capabilities, engine_environment, engine_spec
 from launcher.model_files import ModelFacts, inspect_model, vocabulary_size
-from launcher.processes import compute_threads, gpus_wanted, plan_processes
+from launcher.processes import INFERENCE, compute_threads, gpus_wanted, plan_processes
 from launcher.run_directory import check_run_directory
 from launcher.transport_checks import LOOPBACK, check_collective, check_ipc
 
@@ -115,18 +115,23 @@ def check_backend(config: ExperimentConfig, machine: Machine) -> None:
             f"rollout.backend: {config.rollout.backend!r}: an embedded server computes on one device; "
             f"use embedded:d{spec.data}"
         )
-    check_engine(config)
+    check_engine(config, machine)
     for key, device in (("rollout.device", config.rollout.device), ("actor.device", config.actor.device)):
         if device == "cuda" and machine.gpus == 0:
             raise ConfigError(f"{key}: 'cuda' was asked for, and torch can use no GPU here; use auto or cpu")
 
 
-def check_engine(config: ExperimentConfig) -> None:
-    """The engine's environment is there, and its version can do what is asked; of servers of others they are asked."""
+def check_engine(config: ExperimentConfig, machine: Machine) -> None:
+    """The engine's environment is there, its version can do what is asked, and its flags break nothing.
+
+    Servers of others are asked when the run starts.
+    """
     if config.rollout.spec.name not in ENGINES or config.rollout.servers:
         return
     python, version = engine_environment(config)
     check_capabilities(config, version, where=python)
+    server = next(process for process in plan_processes(config, machine) if process.role == INFERENCE)
+    get_engine(config.rollout.spec.name).command(engine_spec(config, server), token="")
 
 
 def check_companions(config: ExperimentConfig) -> None:

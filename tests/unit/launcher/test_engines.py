@@ -12,6 +12,7 @@ import pytest
 
 from areal_like.config.experiment import ExperimentConfig
 from areal_like.errors import ConfigError
+from launcher.checks import check_engine
 from launcher.child import TOKEN_VARIABLE
 from launcher.devices import Machine
 from launcher.engine_facts import described, find_engine, find_experiments_engine
@@ -44,6 +45,18 @@ def test_the_sections_of_an_engine_reach_its_server(experiment: Experiment, pyth
     assert (spec.version, spec.tensor, spec.devices, spec.port) == ("0.28.0", 2, ("cuda:2", "cuda:3"), 9001)
     assert (spec.flags, spec.environment, spec.dtype) == ({"block_size": 64}, {"A": "b"}, "bfloat16")
     assert server_part(config, planned[1]).entry == "engine"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [({"port": 1}, r"vllm\.port: is set by rollout\.port"), ({"enable_sleep_mode": True}, "on GPUs only")],
+)
+def test_flags_that_its_server_would_refuse_are_found_before_anything_starts(
+    experiment: Experiment, python: str, flags: dict[str, object], said: str
+) -> None:
+    config = experiment(rollout={"backend": "vllm:d1", "python": python, "interrupt": "recompute"}, vllm=flags)
+    with pytest.raises(ConfigError, match=said):
+        check_engine(config, Machine(cores=2, gpus=0))
 
 
 def test_the_embedded_engine_is_a_role_of_ours(experiment: Experiment) -> None:
