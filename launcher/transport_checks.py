@@ -46,6 +46,11 @@ def check_ipc(config: ExperimentConfig, machine: Machine) -> None:
     """
     if config.weights.transport is not TransportKind.IPC:
         return
+    if config.rollout.spec.name == "sglang":
+        raise ConfigError(
+            "weights.transport: ipc: SGLang takes handles of GPU memory only as pickles, which are never sent; use "
+            "shm, or vLLM"
+        )
     hosts = [urlsplit(url).hostname or "" for url in config.rollout.servers or ()] or [config.rollout.host]
     for host in hosts:
         if not host.startswith(LOOPBACK):

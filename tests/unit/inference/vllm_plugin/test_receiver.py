@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from areal_like.api.weights import Manifest, TransportKind
+from areal_like.api.weights import Manifest, TensorEntry, TransportKind
 from areal_like.errors import StaleCommand, WeightUpdateError
+from areal_like.inference.vllm_plugin.delivery import Source
 from areal_like.inference.vllm_plugin.receiver import Receiver
 from areal_like.weights.checkpoint import Expected
+from areal_like.weights.device_digest import device_digest
+from areal_like.weights.manifest import make_manifest
 from areal_like.weights.segments import remove_segments
 from areal_like.weights.transports.base import WeightWriter, make_writer
 
@@ -105,3 +109,71 @@ def test_a_thread_that_waits_for_a_trainer_that_hangs_is_left_behind(tmp_path: P
     with (snapshot / "index.json").open("w") as pipe:  # lets the thread go
         pipe.write("{}")
     assert receiver.state == "staged"
+
+
+class Coming:
+    """A version from GPU to GPU, as far as the receiver sees it."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error, self.left, self.prepared = error, 0, threading.Event()
+        self.go = threading.Event()
+
+    def prepare(self) -> None:
+        self.prepared.set()
+        self.go.wait(10)
+        if self.error:
+            raise WeightUpdateError(self.error)
+
+    def receive(self, take: Callable[[Source], None]) -> None:
+        raise AssertionError("that is the engine's part")
+
+    def leave(self) -> None:
+        self.left += 1
+
+
+def between_gpus(version: int = 1) -> Manifest:
+    entries = [
+        TensorEntry(name=name, dtype="float32", shape=tuple(t.shape), nbytes=t.nbytes, digest=device_digest(t))
+        for name, t in WEIGHTS.items()
+    ]
+    return make_manifest(version, 0, TransportKind.COLLECTIVE, "tcp://h:1/k?bucket_bytes=1&backend=nccl", entries)
+
+
+def test_what_comes_from_gpu_to_gpu_is_prepared_and_handed_on() -> None:
+    coming = Coming()
+    receiver = Receiver(deliver=lambda manifest: coming)
+    receiver.stage(between_gpus(), EXPECTED, newest=NEVER)
+    assert coming.prepared.wait(10)
+    assert receiver.state == "staging"
+    coming.go.set()
+    assert until_done(receiver) == "staged"
+    staged = receiver.take()
+    assert staged.delivery is coming
+    assert not staged.tensors
+    assert coming.left == 0
+    receiver.discard()
+    assert coming.left == 0
+
+
+def test_a_delivery_that_is_not_wanted_any_more_is_left() -> None:
+    coming = Coming()
+    receiver = Receiver(deliver=lambda manifest: coming)
+    receiver.stage(between_gpus(), EXPECTED, newest=NEVER)
+    receiver.discard()
+    assert coming.left == 1
+    coming.go.set()
+    assert receiver.state == "idle"
+
+
+def test_a_delivery_that_fails_to_prepare_is_told() -> None:
+    coming = Coming(error="the trainer is gone")
+    coming.go.set()
+    receiver = Receiver(deliver=lambda manifest: coming)
+    receiver.stage(between_gpus(), EXPECTED, newest=NEVER)
+    assert until_done(receiver) == "failed"
+    assert "the trainer is gone" in receiver.error
+
+
+def test_a_server_without_a_gpu_refuses_what_comes_from_one() -> None:
+    with pytest.raises(WeightUpdateError, match="this server has no GPU"):
+        Receiver().stage(between_gpus(), EXPECTED, newest=NEVER)
