@@ -293,30 +293,31 @@ class Line:
         apart = self.apart(self.last)
         return {"apart": apart, "right": apart < MOST_APART}
 
+    async def publish(self, version: int) -> dict[str, Any]:
+        """Publish what the policy holds: what it took, in seconds, and how many requests were in flight."""
+        exported = self.channel.statistics().seconds_exported
+        began = time.perf_counter()
+        receipts = await self.channel.publish(version)
+        return {
+            "version": version,
+            "exported": self.channel.statistics().seconds_exported - exported,
+            "staged": max(receipt.seconds_staged for receipt in receipts),
+            "paused": max(receipt.seconds_paused for receipt in receipts),
+            "whole": time.perf_counter() - began,
+            "bytes": receipts[0].bytes,
+            "interrupted": sum(receipt.interrupted_requests for receipt in receipts),
+        }
+
     async def update(self, version: int) -> dict[str, Any]:
-        """Publish new weights, and see whether the server has them: what it took, in seconds.
+        """Publish new weights, and see whether the server has them.
 
         ``apart`` is the distance of a fresh answer to the new weights, ``apart_before`` that of an answer of the
         version before: the first must be small, the second is what a server that was not updated would show.
         """
         await asyncio.to_thread(self.policy.renew, version)
         before = None if self.last is None else self.apart(self.last)
-        exported = self.channel.statistics().seconds_exported
-        began = time.perf_counter()
-        receipts = await self.channel.publish(version)
-        whole = time.perf_counter() - began
-        checked = await self.check()
-        return {
-            "version": version,
-            "exported": self.channel.statistics().seconds_exported - exported,
-            "staged": max(receipt.seconds_staged for receipt in receipts),
-            "paused": max(receipt.seconds_paused for receipt in receipts),
-            "whole": whole,
-            "bytes": receipts[0].bytes,
-            "interrupted": sum(receipt.interrupted_requests for receipt in receipts),
-            "apart_before": before,
-            **checked,
-        }
+        row = await self.publish(version)
+        return row | {"apart_before": before, **await self.check()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,13 @@
-"""How long an update takes: seconds staged, seconds paused and bytes/s for every transport and engine.
+"""How long an update takes on a CPU: seconds staged, seconds paused and bytes/s for every engine and transport.
 
-    python benchmarks/weight_sync.py --engine vllm --model models/smollm2 --updates 5
+    python benchmarks/weight_sync.py [--engines embedded vllm sglang] [--model models/smollm2] [--out FILE]
 
-Beside them, in the same run, what the hardware does with the same bytes: a plain copy in memory, and a broadcast over
-loopback. The trainer is this process; the server is idle, or writes ``--load`` answers meanwhile. One thread each.
+The trainer is this process; the server writes ``--load`` answers meanwhile, all of which must come back whole. Beside
+them, in the same run, what the hardware does with the same bytes: a plain copy in memory, and our broadcast to a reader
+over loopback. One thread each. An engine whose environment is missing is listed as not run.
+
+A pause of the embedded engine is one copy beside the decode loop: ``of_raw_copy`` is its ratio to the plain copy. The
+other engines load and repack while they are paused, and that is the floor of theirs.
 """
 
 from __future__ import annotations
@@ -11,193 +15,183 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import secrets
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from safetensors import safe_open
 
-from areal_like.api.generation import GenerationHyperparameters, ModelRequest
-from areal_like.api.weights import CommitReceipt, InterruptMode, Manifest, TransportKind
-from areal_like.client.generation import RemoteEngine
-from areal_like.client.pool import ServerPool
-from areal_like.inference.backends import get_backend, get_engine
-from areal_like.inference.backends.base import LinkSettings
-from areal_like.inference.spec import EngineSpec, InferenceServerSpec
-from areal_like.weights.channel import WeightChannel
-from areal_like.weights.digest import parse_dtype
-from areal_like.weights.transports.base import WeightWriter, make_reader, make_writer
-from launcher.engine_facts import default_python
-from launcher.environments import installed_version
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
-TOKEN = secrets.token_urlsafe(16)
-CONTEXT = 512
-PLAY = """
-import sys
-from areal_like.inference.spec import EngineSpec, InferenceServerSpec
-kind, spec, token = sys.argv[1:]
-ready = lambda url: print("READY", url, flush=True)
-if kind == "embedded":
-    from areal_like.inference.embedded.server import run_server
-    run_server(InferenceServerSpec.model_validate_json(spec), token, ready)
-else:
-    from launcher.engine_process import run_engine
-    run_engine(EngineSpec.model_validate_json(spec), token, ready)
-"""
+from demo_runs import write_result  # noqa: E402
+from raw_copies import copy_seconds  # noqa: E402
+from sync_runs import Load, Server, Way, end_at, open_line, running, server_spec  # noqa: E402
+
+from areal_like.api.weights import InterruptMode, TransportKind  # noqa: E402
+from areal_like.weights.digest import parse_dtype  # noqa: E402
+from areal_like.weights.transports.base import make_reader, make_writer  # noqa: E402
+from launcher.engine_facts import default_python, find_engine  # noqa: E402
+
+TRANSPORTS = ("shm", "disk", "collective")
+CONTEXT, BATCH = 512, 64
+#: seconds between "start nothing any more" and the hard end
+GRACE = 30.0
+SHOWN = ("exported", "staged", "paused", "whole")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trainer:
-    """Exports the same tensors as every version."""
+class Weights:
+    """A checkpoint, published again and again: what a channel and a load need of a policy."""
 
-    writer: WeightWriter
     weights: dict[str, torch.Tensor]
+    shape: Any
+    device: torch.device
 
-    async def export_weights(self, version: int, incarnation: int) -> Manifest:
-        return await asyncio.to_thread(self.writer.write, version, incarnation, self.weights.items())
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.weights.values())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--engine", default="embedded", choices=["embedded", "vllm", "sglang"])
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", default=["embedded", "vllm", "sglang"])
     parser.add_argument("--model", type=Path, default=Path("models/smollm2"))
-    parser.add_argument("--transport", nargs="*", default=[str(kind) for kind in TransportKind])
+    parser.add_argument("--transports", nargs="+", default=list(TRANSPORTS), choices=TRANSPORTS)
+    parser.add_argument("--mode", default="keep", choices=["keep", "recompute"])
     parser.add_argument("--updates", type=int, default=5)
-    parser.add_argument("--load", type=int, default=0, help="answers that are being written meanwhile")
-    arguments = parser.parse_args()
-    weights = read_weights(arguments.model)
-    size = sum(tensor.nbytes for tensor in weights.values())
-    print(f"{arguments.engine}, {arguments.model}, {size / 1e6:.0f} MB, {arguments.load} answers in flight")
-    print(f"{'raw copy':12} {raw_copy(weights, arguments.updates):8.3f} s")
-    print(f"{'raw group':12} {raw_broadcast(weights, arguments.updates):8.3f} s")
-    print(f"{'transport':12} {'exported':>9} {'staged':>9} {'paused':>9} {'whole':>9} {'MB/s':>7}")
-    with server(arguments.engine, arguments.model) as url:
-        for name in arguments.transport:
-            asyncio.run(measure(arguments, TransportKind(name), url, weights))
+    parser.add_argument("--load", type=int, default=4, help="answers that are being written meanwhile")
+    parser.add_argument("--seconds", type=float, default=330.0, help="nothing starts later than this")
+    parser.add_argument("--out", type=Path, help="JSON, written after each reading")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    weights = read_weights(options.model)
+    rows: dict[str, Any] = {}
+    found = {
+        "benchmark": "weight_sync",
+        "command": " ".join(sys.argv),
+        "model": options.model.name,
+        "bytes": weights.nbytes,
+        "load": options.load,
+        "mode": options.mode,
+        "engines": rows,
+    }
+
+    def write() -> None:
+        if options.out is not None:
+            write_result(options.out, found)
+
+    end = time.monotonic() + options.seconds
+    end_at(options.seconds + GRACE, write)
+    print(f"{options.model}, {weights.nbytes / 1e6:.0f} MB, {options.load} answers in flight")
+    for engine in options.engines:
+        rows[engine] = {}
+        try:
+            measure_engine(options, engine, weights, rows[engine], end)
+        except Exception as error:  # the other engines are still worth having
+            rows[engine]["failed"] = f"{type(error).__name__}: {error}"[-2000:]
+            print(f"{engine}: {rows[engine]['failed']}", flush=True)
+        write()
+    return 0 if all("failed" not in row for row in rows.values()) else 1
+
+
+def measure_engine(options: argparse.Namespace, engine: str, weights: Weights, row: dict[str, Any], end: float) -> None:
+    """Fills ``row`` with the raw readings, and one entry a transport."""
+    facts = find_engine(engine)
+    if facts.capabilities is None or time.monotonic() > end:
+        row["not_run"] = facts.trouble or "the time was over"
+        print(f"{engine}: not run: {row['not_run']}", flush=True)
+        return
+    row["version"] = facts.capabilities.version
+    row["raw_copy"] = copy_seconds(weights.weights.values(), options.updates)
+    row["raw_broadcast"] = raw_broadcast(weights, options.updates)
+    print(f"{engine}: raw copy {row['raw_copy']:.3f} s, raw broadcast {row['raw_broadcast']:.3f} s", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        spec = spec_of(engine, options.model, end)
+        with running(engine, spec, Path(folder), timeout=max(end - time.monotonic(), 1.0)) as server:
+            row["seconds_to_start"] = server.seconds_to_start
+            for name in options.transports:
+                if time.monotonic() > end:
+                    row[name] = {"not_run": "the time was over"}
+                    continue
+                row[name] = reading = asyncio.run(measure(options, TransportKind(name), server, weights, Path(folder)))
+                reading["of_raw_copy"] = reading["paused"] / row["raw_copy"]
+                shown = ", ".join(f"{key} {reading[key]:.3f}" for key in SHOWN)
+                print(
+                    f"{engine:9} {name:11} {shown} s; {reading['bytes_per_second'] / 1e6:.0f} MB/s; paused "
+                    f"{reading['of_raw_copy']:.2f} of a raw copy; answers whole: {reading['answers']['whole']}",
+                    flush=True,
+                )
 
 
 async def measure(
-    arguments: argparse.Namespace, kind: TransportKind, url: str, weights: dict[str, torch.Tensor]
-) -> None:
-    """Publish some versions over one transport and print the medians."""
-    backend = get_backend(arguments.engine)
-    version = await backend.version(url, token=TOKEN, timeout=30)
-    link = backend.connect("s0", url, LinkSettings(token=TOKEN, version=version, transport=kind))
-    receipts: list[CommitReceipt] = []
-    wholes: list[float] = []
-    with tempfile.TemporaryDirectory() as folder:
-        writer = make_writer(kind, run_id=f"sync-{secrets.token_hex(3)}", directory=Path(folder))
+    options: argparse.Namespace, kind: TransportKind, server: Server, weights: Weights, folder: Path
+) -> dict[str, Any]:
+    """Publish some versions over one transport; medians. The first, for which buffers are made, does not count."""
+    policy: Any = weights
+    first = time.time_ns() // 10**9  # newer than what earlier transports published
+    async with open_line(policy, Way(kind=kind, mode=InterruptMode(options.mode)), folder) as line:
+        await line.add(server)
+        await line.publish(first)
+        load = Load(line, options.load, CONTEXT // 4)
+        running_now = await load.start()
         try:
-            async with ServerPool() as pool, RemoteEngine(pool, token=TOKEN) as engine:
-                await pool.add("s0", url, link.control, link.dialect)
-                trainer = Trainer(writer=writer, weights=weights)
-                channel = WeightChannel(trainer, pool, interrupt=InterruptMode.KEEP)
-                first = time.time_ns() // 10**9  # newer than what earlier transports published
-                await channel.publish(first)
-                load = [asyncio.create_task(keep_writing(engine)) for _ in range(arguments.load)]
-                exported = channel.statistics().seconds_exported
-                for number in range(1, arguments.updates + 1):
-                    began = time.perf_counter()
-                    receipts += await channel.publish(first + number)
-                    wholes.append(time.perf_counter() - began)
-                exported = (channel.statistics().seconds_exported - exported) / arguments.updates
-                for task in load:
-                    task.cancel()
-                await asyncio.gather(*load, return_exceptions=True)
+            rows = [await line.publish(first + number) for number in range(1, options.updates + 1)]
         finally:
-            writer.close()
-    staged, paused = (median(getattr(r, key) for r in receipts) for key in ("seconds_staged", "seconds_paused"))
-    speed = receipts[-1].bytes / median(wholes) / 1e6
-    print(f"{kind.value:12} {exported:9.3f} {staged:9.3f} {paused:9.3f} {median(wholes):9.3f} {speed:7.0f}", flush=True)
+            answers = await load.stop()
+    middle = {key: median(row[key] for row in rows) for key in SHOWN}
+    return middle | {
+        "paused_of_each": [row["paused"] for row in rows],
+        "bytes": rows[0]["bytes"],
+        "bytes_per_second": rows[0]["bytes"] / middle["whole"],
+        "running": running_now,
+        "answers": answers,
+    }
 
 
-async def keep_writing(engine: RemoteEngine) -> None:
-    settings = GenerationHyperparameters(max_new_tokens=CONTEXT // 2, ignore_eos=True)
-    while True:
-        await engine.agenerate(ModelRequest(input_ids=[10, 11, 12], gconfig=settings))
-
-
-def raw_copy(weights: dict[str, torch.Tensor], times: int) -> float:
-    """Median seconds to copy every tensor into one that is there already."""
-    targets = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-    return median(seconds(lambda: [targets[name].copy_(tensor) for name, tensor in weights.items()], times))
-
-
-def raw_broadcast(weights: dict[str, torch.Tensor], times: int) -> float:
-    """Median seconds from the trainer to a reader of the same process, over loopback."""
+def raw_broadcast(weights: Weights, times: int) -> float:
+    """Median seconds from the trainer's packed copy to a reader of the same process, over loopback."""
     writer = make_writer(TransportKind.COLLECTIVE, run_id="raw", directory=Path())
 
-    def once() -> None:
+    def once() -> float:
+        began = time.perf_counter()
         with make_reader(manifest) as reader:
             for entry in manifest.tensors:
                 reader.read_into(entry, torch.empty(entry.shape, dtype=parse_dtype(entry.dtype)))
+        return time.perf_counter() - began
 
     try:
-        manifest = writer.write(1, 0, weights.items())
-        return median(seconds(once, times))
+        manifest = writer.write(1, 0, weights.weights.items())
+        return median(once() for _ in range(times))
     finally:
         writer.close()
 
 
-def seconds(work: object, times: int) -> Iterator[float]:
-    assert callable(work)
-    for _ in range(times):
-        began = time.perf_counter()
-        work()
-        yield time.perf_counter() - began
-
-
-def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    weights: dict[str, torch.Tensor] = {}
+def read_weights(folder: Path) -> Weights:
+    found: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            weights |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return weights
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if not found:
+        raise SystemExit(f"{folder} holds no safetensors files; python -m launcher.smollm2 {folder}")
+    vocabulary = found["model.embed_tokens.weight"].shape[0]
+    return Weights(weights=found, shape=SimpleNamespace(vocabulary=vocabulary), device=torch.device("cpu"))
 
 
-@contextmanager
-def server(engine: str, model: Path) -> Iterator[str]:
-    """One server in a process of its own, gone afterwards."""
-    command = [sys.executable, "-c", PLAY, engine, spec_of(engine, model), TOKEN]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    assert process.stdout is not None
-    try:
-        ready = next((line.split() for line in process.stdout if line.startswith("READY")), None)
-        if ready is None:
-            raise SystemExit(f"{engine} did not start; try areal-like serve")
-        yield ready[1]
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
-
-
-def spec_of(engine: str, model: Path) -> str:
-    if engine == "embedded":
-        return InferenceServerSpec(
-            name="s0", model_path=str(model), dtype="bfloat16", context_length=CONTEXT
-        ).model_dump_json()
-    python = default_python(engine)
-    return EngineSpec(
-        backend="vllm" if engine == "vllm" else "sglang",
-        name="s0",
-        python=python,
-        version=installed_version(python, get_engine(engine).package),
-        model_path=str(model),
-        context_length=CONTEXT,
-        max_batch_size=64,
-    ).model_dump_json()
+def spec_of(engine: str, model: Path, end: float) -> Any:
+    common: dict[str, Any] = {"dtype": "bfloat16", "context_length": CONTEXT, "max_batch_size": BATCH}
+    if engine != "embedded":
+        common |= {"python": default_python(engine), "start_timeout": max(end - time.monotonic(), 1.0)}
+    return server_spec(engine, model.absolute(), "s0", **common)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -60,6 +60,9 @@ async def server_killed(bench: Bench, plan: Plan, policy: Policy) -> dict[str, A
             row["running"] = await load.start()
             row |= await _kill_and_wait(bench, line, first)
         await line.remove(first)
+        row["seconds_until_exported_again"] = (
+            await _export_again(line, row["version"]) + row["seconds_until_publish_ended"]
+        )
         row["memory"]["after the death"] = _used(bench.device)
         bench.say(f"the trainer is free: {_short(row)}")
         with serving(bench, plan, name="second", shared=False, transport="collective") as second:
@@ -106,6 +109,14 @@ async def _kill_and_wait(bench: Bench, line: Line, server: Server) -> dict[str, 
         "seconds_until_device_free": time.monotonic() - killed[0] if killed and works else None,
         "trainer_works": works,
     }
+
+
+async def _export_again(line: Line, version: int) -> float:
+    """Seconds until the trainer has laid the version out anew, for whoever comes."""
+    began = time.monotonic()
+    with suppress(WeightUpdateError):  # nobody is there to get it
+        await line.channel.publish(version)
+    return time.monotonic() - began
 
 
 def _device_seconds(policy: Policy) -> float | None:
