@@ -84,8 +84,13 @@ SGLANG = Subject(name="sglang", dtype="float32", noise=1e-3, apart=0.05, seeds=F
 SUBJECTS = {subject.name: subject for subject in (EMBEDDED, VLLM, SGLANG)}
 
 
+#: environment variable: another interpreter for vLLM's part, such as that of another version's environment
+VLLM_PYTHON = "AREAL_LIKE_VLLM_PYTHON"
+
+
 def python_of(name: str) -> Path:
-    return ROOT / f".venv-{name}" / "bin" / "python"
+    chosen = os.environ.get(VLLM_PYTHON, "") if name == "vllm" else ""
+    return ROOT / chosen if chosen else ROOT / f".venv-{name}" / "bin" / "python"
 
 
 @dataclass(slots=True, kw_only=True)
