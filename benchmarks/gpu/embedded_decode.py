@@ -17,9 +17,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.demo_runs import ROOT
+from benchmarks.gpu.child_processes import Client
 from benchmarks.gpu.live_runs import (
     ONE_GPU,
-    Client,
     Report,
     engine_facts,
     engine_overrides,

@@ -30,10 +30,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.demo_runs import ROOT
+from benchmarks.gpu.child_processes import Client
 from benchmarks.gpu.gpu_meter import GpuMeter
 from benchmarks.gpu.live_runs import (
     ONE_GPU,
-    Client,
     Report,
     Served,
     engine_facts,

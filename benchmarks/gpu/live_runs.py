@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import re
 import secrets
 import signal
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,16 +20,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Self
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.demo_runs import ROOT, write_result
+from benchmarks.gpu.child_processes import GRACE, TOKEN_VARIABLE, process_group
 from benchmarks.gpu.gpu_meter import GpuMeter
 from launcher.environments import installed_version
 from launcher.local import tail
 
-#: the variable that carries a server's bearer token
-TOKEN_VARIABLE = "AREAL_LIKE_TOKEN"
 ONE_GPU = "configs/smollm2_arithmetic_1gpu.yaml"
 TWO_GPUS = "configs/smollm2_arithmetic_2gpu.yaml"
 #: graphs of decoding without compiling: ready in seconds, and nearly as fast for models of this size. vLLM captures
@@ -41,8 +38,6 @@ GRAPHS = {
     "cudagraph_mode": "FULL_DECODE_ONLY",
     "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024],
 }
-#: seconds that something which was asked to end gets
-_GRACE = 15.0
 #: seconds between two looks at a growing file
 _LOOK = 0.02
 
@@ -131,27 +126,6 @@ def engine_overrides(device: str, facts: Mapping[str, Any], *, engine: str = "vl
     return [*found, "vllm={}"] if engine != "vllm" or device == "cpu" else found
 
 
-@contextmanager
-def process_group(
-    command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None, **pipes: Any
-) -> Iterator[subprocess.Popen[str]]:
-    """A process whose output goes to ``log``, unless ``pipes`` say otherwise; its group is gone afterwards."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            list(command), cwd=ROOT, text=True, start_new_session=True, env={**os.environ, **(environment or {})},
-            **{"stdout": output, "stderr": output, **pipes},
-        )  # fmt: skip
-    try:
-        yield process
-    finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_GRACE)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
     """A running inference server."""
@@ -180,71 +154,6 @@ def served(
                 raise RuntimeError(f"the server {state}:\n" + "\n".join(tail(log, 30)))
             time.sleep(10 * _LOOK)
         yield Served(url=found[1], token=token, seconds_to_start=time.monotonic() - began)
-
-
-class Client:
-    """A process that takes work as lines of JSON and answers each with a line ``@`` and JSON. A context manager.
-
-    It says ``@ready`` once it has imported what it needs; whatever else it says goes nowhere, errors to ``log``.
-    """
-
-    #: seconds until it must be ready, and for one answer
-    IMPORT, TURN = 180.0, 180.0
-
-    def __init__(self, command: Sequence[str], token: str, log: Path) -> None:
-        self._command, self._log = command, log
-        self._environment = {"OPENAI_API_KEY": token, TOKEN_VARIABLE: token, "HF_HUB_OFFLINE": "1"}
-        self._answers: queue.Queue[str | None] = queue.Queue()
-
-    def __enter__(self) -> Self:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._group = process_group(self._command, self._log, self._environment, **pipes)
-        self._process = self._group.__enter__()
-        self._reader = threading.Thread(target=self._read_for_ever, name="client-answers", daemon=True)
-        self._reader.start()
-        try:
-            if (said := self._answer(self.IMPORT)) != "ready":
-                raise RuntimeError(f"a client said {said!r} instead of being ready")
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._group.__exit__(None, None, None)
-        self._reader.join(_GRACE)
-        for pipe in (self._process.stdin, self._process.stdout):
-            with suppress(BrokenPipeError):
-                assert pipe is not None
-                pipe.close()
-
-    def ask(self, work: Any) -> dict[str, Any]:
-        """One turn.
-
-        Raises:
-            RuntimeError: it failed, ended, or did not answer in time.
-        """
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended, which the answer tells
-            self._process.stdin.write(json.dumps(work) + "\n")
-            self._process.stdin.flush()
-        found: dict[str, Any] = json.loads(self._answer(self.TURN))
-        if "error" in found:
-            raise RuntimeError(str(found["error"]))
-        return found
-
-    def _answer(self, timeout: float) -> str:
-        with suppress(queue.Empty):
-            if (found := self._answers.get(timeout=timeout)) is not None:
-                return found
-        raise RuntimeError(f"a client ended or said nothing in {timeout:.0f} s:\n" + "\n".join(tail(self._log, 20)))
-
-    def _read_for_ever(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("@"):
-                self._answers.put(line[1:].strip())
-        self._answers.put(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,7 +211,7 @@ class Experiment:
             if late:
                 os.killpg(process.pid, signal.SIGINT)
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(_GRACE)
+                    process.wait(GRACE)
         self._note_steps(times, began)
         records = self._records(began)
         steps = [r for r in records if "step" in r]

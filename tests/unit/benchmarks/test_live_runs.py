@@ -12,8 +12,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from benchmarks.gpu import learning, two_gpu_async
+from benchmarks.gpu.child_processes import Client, process_group
 from benchmarks.gpu.gpu_meter import GpuMeter
-from benchmarks.gpu.live_runs import Client, LiveRun, Report, process_group, step_figures
+from benchmarks.gpu.live_runs import LiveRun, Report, step_figures
 
 
 def fail() -> None:
