@@ -1,4 +1,6 @@
-"""``collective``: packed buckets broadcast through torch.distributed, from the trainer to every server that asks.
+"""``collective`` over gloo: packed buckets broadcast through host memory, from the trainer to every server that asks.
+
+Between GPUs it is another: ``weights.transports.nccl``.
 
     writer: pack --> offer --> round 0 --> round 1 ...      (one thread; the trainer goes on)
     reader: join a round --> group of the trainer and all who joined --> bucket after bucket
@@ -36,6 +38,7 @@ from areal_like.weights.manifest import make_manifest
 from areal_like.weights.transports.door import Door, Shelf, split_pieces
 from areal_like.weights.transports.meeting import Meeting, open_store, reach_store
 
+_BACKEND = "gloo"
 #: seconds after the first reader of a round until it closes without those that were expected
 JOIN_WINDOW = 3.0
 #: seconds that one collective call may take: a member that hangs is as good as lost
@@ -59,16 +62,12 @@ class _Offer:
 class CollectiveWriter:
     """The trainer's end (rank 0): keeps a packed copy of the current version and serves rounds of it in a thread."""
 
-    def __init__(self, *, host: str, bucket_bytes: int, backend: str = "gloo") -> None:
-        """``host``: address of this machine that the servers can reach; the store listens on it alone.
-
-        ``backend``: gloo moves host memory; nccl the current CUDA device's, bucket by bucket.
-        """
+    def __init__(self, *, host: str, bucket_bytes: int) -> None:
+        """``host``: address of this machine that the servers can reach; the store listens on it alone."""
         self._bucket_bytes = aligned_bucket_bytes(bucket_bytes)
-        self._host, self._backend = host, backend
-        self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        self._host = host
         self._store, self._port = open_store(host)
-        self._door = Door(host=host, store=self._store, backend=backend, device=self._device)
+        self._door = Door(host=host, store=self._store, backend=_BACKEND, device=torch.device("cpu"))
         self._changed = threading.Condition()
         self._offer: _Offer | None = None
         self._closed = False
@@ -88,7 +87,7 @@ class CollectiveWriter:
             self._changed.notify()
         self._door.show(Shelf(offer.key, packer.buckets, split_pieces(entries, self._bucket_bytes)))
         meeting = Meeting(
-            host=self._host, port=self._port, key=offer.key, bucket_bytes=self._bucket_bytes, backend=self._backend,
+            host=self._host, port=self._port, key=offer.key, bucket_bytes=self._bucket_bytes, backend=_BACKEND,
             door=self._door.port,
         )  # fmt: skip
         return make_manifest(version, incarnation, TransportKind.COLLECTIVE, meeting.location(), entries)
@@ -101,8 +100,6 @@ class CollectiveWriter:
             self._changed.notify()
 
     def _serve(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._offer is not None)
@@ -126,9 +123,9 @@ class CollectiveWriter:
 
     def _send(self, offer: _Offer, prefix: str, size: int) -> None:
         """Every bucket to a group, which ends with this call: its sockets close, and whoever still waits notices."""
-        group = _group(self._store, prefix, 0, size, self._backend, self._host)
+        group = _group(self._store, prefix, 0, size, self._host)
         for bucket in offer.buckets:
-            _broadcast(group, bucket.to(self._device))
+            _broadcast(group, bucket)
 
     def _close_round(self, offer: _Offer, number: int, *, wanted: int) -> int:
         """Wait for the readers of a round and tell them how many they are; 0 when the offer is over."""
@@ -201,11 +198,11 @@ class CollectiveReader:
         Raises:
             RuntimeError: a member was lost.
         """
-        group = _group(self._store, prefix, rank, size, self._meeting.backend, self._own_host())
+        group = _group(self._store, prefix, rank, size, self._own_host())
         for _ in range(self._count):
-            bucket = torch.empty(self._meeting.bucket_bytes, dtype=torch.uint8, device=self._device())
+            bucket = torch.empty(self._meeting.bucket_bytes, dtype=torch.uint8)
             _broadcast(group, bucket)
-            yield bucket.cpu()
+            yield bucket
 
     def _join(self, number: int) -> tuple[int, int, int]:
         """(round, own rank, group size) of the first round from ``number`` on that takes us."""
@@ -231,9 +228,6 @@ class CollectiveReader:
                 raise WeightUpdateError(f"version {self._manifest.version}: the trainer sent nothing in {PATIENCE:g} s")
             time.sleep(_LOOK)
         return int(self._store.get(f"{prefix}/members"))
-
-    def _device(self) -> str:
-        return "cuda" if self._meeting.backend == "nccl" else "cpu"
 
     def _own_host(self) -> str:
         """Where we listen: on loopback if the trainer does."""
@@ -280,14 +274,10 @@ class _Packer:
                 self.buckets[piece.bucket][at : at + last - first] = chunk[first - start : last - start]
 
 
-def _group(store: Store, prefix: str, rank: int, size: int, backend: str, host: str) -> Any:
+def _group(store: Store, prefix: str, rank: int, size: int, host: str) -> Any:
     """A process group of its own, apart from any that this process is in."""
     keys = PrefixStore(f"{prefix}/group", store)
     timeout = timedelta(seconds=CALL_TIMEOUT)
-    if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(keys, rank, size, options)
     gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     gloo._timeout = timeout

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from areal_like.api.weights import Manifest
+from areal_like.weights.nccl import NcclGroups
 from areal_like.weights.transports.collective import CollectiveWriter
+from areal_like.weights.transports.nccl import NcclWriter
 
 WEIGHTS = {
     "a": torch.linspace(-1, 1, 3000),  # in two buckets
@@ -153,8 +155,9 @@ def test_an_engine_that_is_lost_is_an_error_and_costs_others_nothing(manifest: M
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="a GPU for each member")
 def test_from_gpu_to_gpu() -> None:
-    torch.cuda.set_device(0)
-    writer = CollectiveWriter(host="127.0.0.1", bucket_bytes=8192, backend="nccl")
+    gpu = torch.device("cuda", 0)
+    groups = NcclGroups(gpu, timeout=60.0)
+    writer = NcclWriter(host="127.0.0.1", bucket_bytes=8192, groups=groups, device=gpu)
     guest = Guest(writer.write(1, 0, iter(WEIGHTS.items())))
     engine = start_engine(guest, "g3", len(raw("a")), len(raw("c", "b")), backend="nccl", device="cuda:1")
     assert engine.stdout is not None
