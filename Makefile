@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 SEED   ?= 1
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo install check test lint types clean engines engines-vllm engines-sglang smollm2 test-engines trl
+.PHONY: demo install check test lint types clean engines engines-vllm engines-vllm-0.26 engines-sglang smollm2 test-engines test-engines-vllm-0.26 trl
 
 install: $(STAMP)
 
@@ -45,6 +45,16 @@ engines-vllm: .venv-vllm/.installed
 	$(call TWICE,.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .)
 	@touch $@
 
+# The oldest version that is spoken to, apart: its torch comes with gigabytes of CUDA libraries.
+engines-vllm-0.26: .venv-vllm-0.26/.installed
+
+.venv-vllm-0.26/.installed: pyproject.toml requirements/vllm-0.26.txt
+	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.11 found; install one or pass PYTHON=/path/to/python" >&2; exit 2; }
+	test -x .venv-vllm-0.26/bin/python || $(PYTHON) -m venv .venv-vllm-0.26
+	$(call TWICE,.venv-vllm-0.26/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/vllm-0.26.txt)
+	$(call TWICE,.venv-vllm-0.26/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .)
+	@touch $@
+
 engines-sglang: .venv-sglang/.installed
 
 .venv-sglang/.installed: requirements/sglang.txt
@@ -64,6 +74,10 @@ models/smollm2/config.json: | $(STAMP)
 # The contract that every engine keeps, against real servers. One at a time: each has gigabytes.
 test-engines: engines smollm2
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m engines --durations=30 tests/contract tests/e2e
+
+test-engines-vllm-0.26: engines-vllm-0.26 smollm2
+	OMP_NUM_THREADS=1 AREAL_LIKE_VLLM_PYTHON=.venv-vllm-0.26/bin/python $(BIN)/python -m pytest -q -m engines \
+		--durations=30 tests/contract -k vllm
 
 # Beside which benchmarks/train_step.py measures.
 trl: .venv-trl/.installed
