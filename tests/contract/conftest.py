@@ -28,6 +28,7 @@ from subjects import (
     Subject,
     bucket_bytes_of,
     build_tiny,
+    capabilities_of,
     load_model,
     load_tokenizer,
     perturbed,
@@ -44,7 +45,7 @@ from areal_like.client.pool import ServerPool
 from areal_like.client.retry import RetryPolicy
 from areal_like.client.stitching import TextRules
 from areal_like.inference.backends import get_backend
-from areal_like.inference.backends.base import LinkSettings, ServerLink
+from areal_like.inference.backends.base import Capabilities, LinkSettings, ServerLink
 from areal_like.weights.channel import WeightChannel
 from areal_like.weights.segments import list_segments, remove_segments
 from areal_like.weights.transports.base import WeightWriter, make_writer
@@ -67,6 +68,12 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     if found.name != "embedded" and not python_of(found.name).exists():
         pytest.skip(f"no .venv-{found.name}: make engines")
     return found
+
+
+@pytest.fixture(scope="session")
+def capabilities(subject: Subject) -> Capabilities:
+    """Of the version that is tested."""
+    return capabilities_of(subject)
 
 
 @pytest.fixture(scope="session")
@@ -187,16 +194,23 @@ class Line:
 
 
 @pytest.fixture(scope="session")
-def open_line(subject: Subject, model_path: Path, trained: Any, oracle: Any, tokenizer: Any) -> Any:
-    """Opens a :class:`Line` to a server; the server's first version is published. Deadlines are for what hangs."""
+def open_line(
+    subject: Subject, capabilities: Capabilities, model_path: Path, trained: Any, oracle: Any, tokenizer: Any
+) -> Any:
+    """Opens a :class:`Line` to a server; the server's first version is published. Deadlines are for what hangs.
+
+    Without an ``interrupt`` it is keep, or recompute for a version that cannot keep.
+    """
 
     bucket_bytes = bucket_bytes_of(model_path)
+    kept = InterruptMode.KEEP in capabilities.interrupts
+    gentlest = InterruptMode.KEEP if kept else InterruptMode.RECOMPUTE
 
     @asynccontextmanager
     async def opened(
         server: ServerProcess,
         *,
-        interrupt: InterruptMode = InterruptMode.KEEP,
+        interrupt: InterruptMode | None = None,
         transport: TransportKind = TransportKind.SHM,
         timeout: float = HUNG,
         update_timeout: float = HUNG,
@@ -220,7 +234,7 @@ def open_line(subject: Subject, model_path: Path, trained: Any, oracle: Any, tok
             )
             trainer = Trainer(model=trained, writer=writer)
             stack.callback(trainer.made.clear)  # gigabytes, which a cycle of references would keep
-            channel = WeightChannel(trainer, pool, interrupt=interrupt, timeout=update_timeout)
+            channel = WeightChannel(trainer, pool, interrupt=interrupt or gentlest, timeout=update_timeout)
             line = Line(
                 subject=subject, server=server, link=link, pool=pool, engine=engine, channel=channel, trainer=trainer,
                 oracle=oracle, run_id=run_id, link_version=version,
@@ -241,6 +255,6 @@ def _nothing_left(run_id: str) -> None:
 
 @pytest.fixture
 async def line(open_line: Any, server: ServerProcess) -> AsyncIterator[Line]:
-    """The shared server under a version of its own, with interrupt=keep over shm."""
+    """The shared server under a version of its own, over shm."""
     async with open_line(server) as opened:
         yield opened

@@ -19,7 +19,8 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from areal_like.inference.backends import get_engine
+from areal_like.inference.backends import get_backend, get_engine
+from areal_like.inference.backends.base import Capabilities
 from areal_like.inference.spec import EngineSpec, InferenceServerSpec
 from launcher.environments import installed_version
 
@@ -58,7 +59,6 @@ class Subject:
         noise: mean |log-prob − float32 reference| per token that its arithmetic explains.
         apart: the same distance between two of the test's versions is at least this.
         moment: seconds in which a long answer is not finished, and a control call is.
-        spans: it tells which version wrote each token.
         long: tokens of an answer that an update meets half written.
         update: seconds after which an update is given up whose trainer hangs.
         seeds: a seed repeats an answer.
@@ -69,7 +69,6 @@ class Subject:
     dtype: str
     noise: float
     apart: float
-    spans: bool = True
     moment: float = 4.0
     long: int = 160
     update: float = 30.0
@@ -91,6 +90,17 @@ VLLM_PYTHON = "AREAL_LIKE_VLLM_PYTHON"
 def python_of(name: str) -> Path:
     chosen = os.environ.get(VLLM_PYTHON, "") if name == "vllm" else ""
     return ROOT / chosen if chosen else ROOT / f".venv-{name}" / "bin" / "python"
+
+
+def capabilities_of(subject: Subject) -> Capabilities:
+    """What the version that is installed can do: what it cannot is not asked of it."""
+    return get_backend(subject.name).capabilities(_version_of(subject))
+
+
+def _version_of(subject: Subject) -> str:
+    if subject.name == "embedded":
+        return ""
+    return installed_version(str(python_of(subject.name)), get_engine(subject.name).package)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -164,7 +174,7 @@ def _spec(subject: Subject, model: Path, name: str) -> str:
         backend="vllm" if subject.name == "vllm" else "sglang",
         name=name,
         python=str(python),
-        version=installed_version(str(python), get_engine(subject.name).package),
+        version=_version_of(subject),
         model_path=str(model),
         dtype="float32" if subject.dtype == "float32" else "bfloat16",
         max_batch_size=BATCH,
