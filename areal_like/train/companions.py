@@ -38,6 +38,7 @@ def _critic(spec: TrainWorkerSpec, parallel: Parallel) -> Critic | None:
         attention=spec.model.attn_implementation,
         layout=spec.actor.mb_spec.packing,
         gradient_checkpointing=spec.actor.gradient_checkpointing,
+        compiled=spec.actor.compile,
     )
     engine = TrainEngine(
         ValueModel(model.to(parallel.device)),
@@ -45,6 +46,7 @@ def _critic(spec: TrainWorkerSpec, parallel: Parallel) -> Critic | None:
         spec.critic.optimizer,
         total_steps=spec.total_train_steps * spec.actor.ppo_n_minibatches,
         compute_dtype=_compute_dtype(spec),
+        offload=spec.actor.offload_optimizer,
     )
     return Critic(engine, spec.critic, model.config)
 
@@ -59,9 +61,10 @@ def _reference(spec: TrainWorkerSpec, parallel: Parallel) -> Reference | None:
         dtype=_compute_dtype(spec),
         attention=spec.model.attn_implementation,
         layout=spec.actor.mb_spec.packing,
+        compiled=spec.actor.compile,
     )
     policy = PolicyModel(model.to(parallel.device), replayed_sampling(spec.gconfig, model))
-    return Reference(policy, parallel)
+    return Reference(policy, parallel, offload=spec.actor.offload_optimizer)
 
 
 def _compute_dtype(spec: TrainWorkerSpec) -> torch.dtype:

@@ -23,7 +23,7 @@ from areal_like.train.batching import MicroBatch, TrainRow
 from areal_like.train.checkpoint import write_checkpoint
 from areal_like.train.engine import TrainEngine
 from areal_like.train.figures import OptimiserFigures, TokenMeans
-from areal_like.train.model import PolicyModel, Sampling, switch_off_dropout
+from areal_like.train.model import PolicyModel, Sampling, prepare_for_training
 from areal_like.train.parallel import Parallel
 from areal_like.train.plan import MinibatchPlan
 from areal_like.train.rows import BatchRows
@@ -39,6 +39,7 @@ def load_value_model(
     attention: str = "sdpa",
     layout: Layout = "padded",
     gradient_checkpointing: bool = False,
+    compiled: bool = False,
 ) -> nn.Module:
     """A Hugging Face model with one number per token, from a causal language model or from a saved critic.
 
@@ -67,11 +68,8 @@ def load_value_model(
             if head.bias is not None:
                 head.bias.zero_()
     model.config.architectures = [type(model).__name__]
-    model.train()
-    switch_off_dropout(model)
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert isinstance(model, nn.Module)
+    prepare_for_training(model, gradient_checkpointing=gradient_checkpointing, compiled=compiled)
     return model
 
 

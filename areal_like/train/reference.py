@@ -20,10 +20,18 @@ class Reference:
     Every method is collective. It is sharded as the policy is, and has no optimiser.
     """
 
-    def __init__(self, policy: PolicyModel, parallel: Parallel, *, compute_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        policy: PolicyModel,
+        parallel: Parallel,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        offload: bool = False,
+    ) -> None:
+        """``offload``: the weights lie in host memory between passes."""
         policy.requires_grad_(False)
         self._policy = policy
-        self._parameters = hold(policy, parallel, compute_dtype)
+        self._parameters = hold(policy, parallel, compute_dtype, offload=offload)
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -18,18 +19,31 @@ if not torch.cuda.is_available():
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "train"))
 
-from train_cases import SCENARIOS, build_model
+from train_cases import SCENARIOS, build_model, random_batch, run_update, weights_of
 
+from areal_like.api.generation import GenerationHyperparameters
+from areal_like.config.actor import ActorConfig
+from areal_like.config.critic import CriticConfig
+from areal_like.config.model import ModelConfig
+from areal_like.config.reference import ReferenceConfig
+from areal_like.config.weights import WeightsConfig
+from areal_like.train.companions import build_companions
+from areal_like.train.engine import TrainEngine
+from areal_like.train.model import PolicyModel, load_language_model, replayed_sampling
 from areal_like.train.parallel import Parallel, process_group
+from areal_like.train.spec import TrainWorkerSpec
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # read by the compiler
+]
 
 CASES = Path(__file__).parents[1] / "unit" / "train"
 
 #: float64, but rotary embeddings come from float32 angles whatever the model's dtype, and those differ by device
 TOLERANCE = 1e-6
-#: padded rows: packed ones need the attention kernel, which is of lower precision
-NAMES = ("critic_and_reference", "bounded_by_second_moment")
+#: padded rows, or float64 ones row after row: the attention kernel is of lower precision
+NAMES = ("critic_and_reference", "bounded_by_second_moment", "adapters", "adapters_with_critic_and_reference")
 PROGRAM = """
 import sys, json, numpy as np, torch
 from pathlib import Path
@@ -62,13 +76,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_cpu(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Path:
     out = tmp_path_factory.mktemp("cpu")
     paths = os.pathsep.join([str(CASES), str(CASES.parents[2]), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", PROGRAM, str(out), str(folder), *NAMES]
+    command = [sys.executable, "-c", PROGRAM, str(out), str(folder), *filter(_can_run, NAMES)]
     subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": paths})
     return out
 
 
+def _can_run(name: str) -> bool:
+    """Adapters need PEFT."""
+    return not name.startswith("adapters") or importlib.util.find_spec("peft") is not None
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_cuda_equals_the_cpu(name: str, folder: Path, one_rank: Parallel, on_cpu: Path) -> None:
+    if not _can_run(name):
+        pytest.skip("needs PEFT")
     weights, metrics = SCENARIOS[name](one_rank, folder)
     expected = np.load(on_cpu / f"{name}.npz")
     assert set(expected.files) == set(weights)
@@ -84,3 +105,45 @@ def test_packed_rows_run(name: str, folder: Path, one_rank: Parallel) -> None:
     weights, metrics = SCENARIOS[name](one_rank, folder)
     assert all(np.isfinite(tensor).all() for tensor in weights.values())
     assert metrics["train/skipped_minibatches"] == 0
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_compiled_bfloat16_companions_run(folder: Path, one_rank: Parallel, tmp_path: Path, offload: bool) -> None:
+    actor = ActorConfig.model_validate(
+        {
+            "advantage": "gae",
+            "optimizer": {"lr": 1e-3},
+            "mb_spec": {"packing": "packed"},
+            "compile": True,
+            "offload_optimizer": offload,
+        }
+    )
+    spec = TrainWorkerSpec(
+        rank=0,
+        world_size=1,
+        rendezvous="file:///nowhere",
+        model=ModelConfig(path=str(folder), dtype="bfloat16"),
+        actor=actor,
+        critic=CriticConfig.model_validate({"optimizer": {"lr": 1e-3}}),
+        ref=ReferenceConfig(kl_coef=0.1),
+        gconfig=GenerationHyperparameters(),
+        weights=WeightsConfig(),
+        store_address="ipc:///nowhere",
+        bind="ipc:///nowhere",
+        run_dir=tmp_path,
+        run_id="test",
+        total_train_steps=4,
+    )
+    model = load_language_model(folder, layout="packed", compiled=True).to(one_rank.device)
+    policy = PolicyModel(model, replayed_sampling(spec.gconfig, model))
+    engine = TrainEngine(
+        policy, one_rank, actor.optimizer, total_steps=4, compute_dtype=torch.bfloat16, offload=offload
+    )
+    companions = build_companions(spec, one_rank)
+    assert companions.critic is not None
+    before = weights_of(companions.critic.engine)
+    metrics = [run_update(engine, actor, *random_batch(seed=seed), companions).metrics for seed in (0, 1)]
+    # the same weights; with and without gradients, the compiler rounds at other places
+    assert metrics[0]["ref/kl_k3"] == pytest.approx(0.0, abs=5e-3)
+    assert all(np.isfinite(value) for value in metrics[1].values())
+    assert any((before[name] != tensor).any() for name, tensor in weights_of(companions.critic.engine).items())

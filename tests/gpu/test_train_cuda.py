@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "train"))
 
 from train_cases import build_model, random_batch, weights_of
 
+import areal_like.train.engine as engine_module
 from areal_like.algo.logprobs import StopBan, chunked_logprobs, logprobs_from_logits
 from areal_like.config.actor import ActorConfig
 from areal_like.train.attention import has_kernel, varlen_attention
@@ -26,9 +27,14 @@ from areal_like.train.batching import TrainRow, build_micro_batch
 from areal_like.train.engine import TrainEngine
 from areal_like.train.model import PolicyModel, Sampling, load_language_model
 from areal_like.train.parallel import Parallel, process_group
+from areal_like.train.parameters import ShardedParameters
 from areal_like.train.ppo import PpoUpdate
+from areal_like.weights.adapters import ADAPTER_A, ADAPTER_B
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # read by the compiler
+]
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +103,8 @@ def test_packed_attention_equals_row_after_row(kv_heads: int) -> None:
 
 
 def _engine(folder: Path, parallel: Parallel, layout: Any, dtype: torch.dtype, **options: Any) -> TrainEngine:
-    compiled = options.pop("compiled", False)
-    model = load_language_model(folder, layout=layout, compiled=compiled).to(parallel.device)
+    compiled, lora = options.pop("compiled", False), options.pop("lora", None)
+    model = load_language_model(folder, layout=layout, compiled=compiled, lora=lora).to(parallel.device)
     optimizer = ActorConfig.model_validate({"optimizer": {"lr": 3e-3}}).optimizer
     policy = PolicyModel(model, Sampling(min_new_tokens=1, stop_token_ids=(2, 5)))
     return TrainEngine(policy, parallel, optimizer, total_steps=10, compute_dtype=dtype, **options)
@@ -106,12 +112,16 @@ def _engine(folder: Path, parallel: Parallel, layout: Any, dtype: torch.dtype, *
 
 def _updated(folder: Path, parallel: Parallel, layout: Any, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
     engine = _engine(folder, parallel, layout, dtype, **options)
+    metrics = _run(engine, layout)
+    return weights_of(engine), metrics
+
+
+def _run(engine: TrainEngine, layout: str) -> dict[str, float]:
     actor = ActorConfig.model_validate(
         {"ppo_n_minibatches": 2, "mb_spec": {"packing": layout, "max_tokens_per_mb": 30}, "optimizer": {"lr": 3e-3}}
     )
     batch, rows = random_batch()
-    report = PpoUpdate(engine, actor, lambda keys: [rows[key] for key in keys]).run(batch)
-    return weights_of(engine), report.metrics
+    return dict(PpoUpdate(engine, actor, lambda keys: [rows[key] for key in keys]).run(batch).metrics)
 
 
 def test_float32_updates_agree_between_layouts_and_with_an_offloaded_optimiser(
@@ -151,3 +161,53 @@ def test_a_micro_batch_never_waits_for_the_device(folder: Path, one_rank: Parall
         torch.cuda.set_sync_debug_mode("default")
     step(True)
     assert np.isfinite(engine.step().grad_norm)
+
+
+def _whole_and_sharded(folder: Path, parallel: Parallel, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    whole, figures = _updated(folder, parallel, "packed", torch.bfloat16, **options)
+    monkeypatch.setattr(
+        engine_module, "hold", lambda module, parallel, dtype, *, offload: ShardedParameters(module, parallel, dtype)
+    )
+    sharded, found = _updated(folder, parallel, "packed", torch.bfloat16, **options)
+    assert found["train/grad_norm"] == pytest.approx(figures["train/grad_norm"], rel=0.02)
+    for name in whole:  # attention's backward adds up in any order
+        np.testing.assert_allclose(sharded[name], whole[name], atol=0.02, err_msg=name)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_whole_weights_learn_what_sharded_ones_do(
+    folder: Path, one_rank: Parallel, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    _whole_and_sharded(folder, one_rank, monkeypatch, compiled=compiled)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("offload", [False, True])
+def test_adapters_in_bfloat16_learn_as_in_float32_and_are_all_that_is_published(
+    folder: Path, one_rank: Parallel, compiled: bool, offload: bool
+) -> None:
+    pytest.importorskip("peft")
+    lora = ActorConfig.model_validate({"lora": {"rank": 3, "alpha": 6}}).lora
+    base = dict(_engine(folder, one_rank, "packed", torch.bfloat16).named_weights())
+    base = {name: tensor.clone() for name, tensor in base.items()}
+    norms = []
+    for dtype, options in ((torch.float32, {}), (torch.bfloat16, {"compiled": compiled, "offload": offload})):
+        torch.manual_seed(2)
+        engine = _engine(folder, one_rank, "packed", dtype, lora=lora, **options)
+        report = _run(engine, "packed")
+        norms.append(report["train/grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=0.1)
+    published = {name: tensor.clone() for name, tensor in engine.published_weights()}
+    assert all(".lora_" in name and tensor.dtype == torch.bfloat16 for name, tensor in published.items())
+    assert {tensor.device.type for tensor in published.values()} == {"cuda"}
+    merged = {name: tensor.clone() for name, tensor in engine.named_weights()}
+    assert merged.keys() == base.keys()
+    for name, tensor in merged.items():
+        layer = name.removesuffix(".weight")
+        if layer + ADAPTER_A in published:
+            a, b = (published[layer + half].float() for half in (ADAPTER_A, ADAPTER_B))
+            want = (base[name].float() + b @ a).bfloat16()
+            torch.testing.assert_close(tensor, want, rtol=1e-2, atol=1e-3)
+        else:
+            assert torch.equal(tensor, base[name]), name
+    assert any(published[name].any() for name in published if name.endswith(ADAPTER_B))

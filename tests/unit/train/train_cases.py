@@ -280,6 +280,20 @@ def critic_and_reference(parallel, folder: Path):
     return _helped(parallel, folder, actor, companions, random_batch(seed=2))
 
 
+def adapters_with_critic_and_reference(parallel, folder: Path):
+    """Adapters alone of the policy, all of the critic; the reference is what the adapters are added to."""
+    torch.manual_seed(6)
+    actor = _actor(advantage="gae", gae_lambda=0.9, lora={"rank": 3, "alpha": 6}, optimizer={"lr": 1e-2})
+    model = exact_norms(load_language_model(folder, dtype=torch.float64)).to(parallel.device)
+    reference = Reference(PolicyModel(model, replayed_sampling(GenerationHyperparameters(), model)), parallel)
+    companions = Companions(
+        critic=build_critic(folder, parallel, actor, value_clip=0.05),
+        reference=reference,
+        ref=ReferenceConfig(kl_coef=0.1, kl_estimator="k3"),
+    )
+    return _helped(parallel, folder, actor, companions, random_batch(seed=10))
+
+
 def bounded_by_second_moment(parallel, folder: Path):
     """M2PO's bound comes from the tokens of all ranks; KL of groups in the loss."""
     actor = _actor(objective="m2po", m2_limit=0.02, entropy_coef=0.01, shaping={"overlong_filter": True})
@@ -332,6 +346,7 @@ SCENARIOS = {
         recomputed_and_offloaded,
         replayed_processors,
         critic_and_reference,
+        adapters_with_critic_and_reference,
         bounded_by_second_moment,
         kl_off_a_groups_rewards,
         supervised,
