@@ -51,6 +51,8 @@ FIRST_WINDOW = 1.0
 _IDLE_LOOK = 0.02
 #: seconds that members get to say that they are done once the next version is on its way
 _GRACE = 1.0
+#: seconds until the thread has ended, unless something is on its way
+_CLOSING = 2.0
 #: bytes of the broadcasts that make a new group's connections: of a small and of a large message's protocol
 WARM_UP_BYTES = (4096, 32 * 2**20)
 
@@ -110,8 +112,11 @@ class NcclWriter:
         self._door.close()
         with self._changed:
             self._closed = True
+            offer = self._offer
             self._changed.notify()
-        self._thread.join(timeout=self._stall)
+        if offer is not None:
+            self._store.set(over_key(offer.key), "1")
+        self._thread.join(timeout=_CLOSING)
         if self._group is not None:
             self._group.abort()
 
