@@ -84,6 +84,7 @@ class Setting:
             f"rollout.max_concurrent_rollouts={(eta + 1) * self.batch}",
             f"evaluator.freq_steps={max(1, self.steps // 6)}",
             "saver.at_end=false",
+            "rollout.start_timeout=180",
             *METHODS[method],
         ]
         if self.device != "cpu" and self.engine == "vllm":

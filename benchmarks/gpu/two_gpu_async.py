@@ -61,6 +61,7 @@ def overrides(eta: int, given: argparse.Namespace, data: Path, steps: int, *, fa
         f"rollout.max_head_offpolicyness={eta}",
         f"rollout.max_concurrent_rollouts={min((eta + 1) * batch, 128)}",
         "saver.at_end=false",
+        "rollout.start_timeout=180",
     ]
     if given.device != "cpu" and given.engine == "vllm":
         found.append(vllm_flags(eager=fallback, gpu_memory_utilization=0.7, kv_cache_memory_bytes=round(60e9)))
