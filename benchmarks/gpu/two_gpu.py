@@ -33,7 +33,7 @@ sys.path[:0] = [str(BENCHMARKS / "gpu"), str(BENCHMARKS), str(ROOT)]
 from raw_broadcast import raw_broadcast  # noqa: E402
 from sync_policy import Policy  # noqa: E402
 from sync_runs import Server, Way  # noqa: E402
-from two_gpu_deaths import server_killed, trainer_killed, way_of  # noqa: E402
+from two_gpu_deaths import deaths, way_of  # noqa: E402
 from update_readings import (  # noqa: E402
     LEAST_SECONDS,
     PLANS,
@@ -70,6 +70,8 @@ def main() -> int:
     with bench_of("two_gpu", options, gpu=1) as bench:
         bench.found |= {"gpus": torch.cuda.device_count(), "torch": torch.__version__}
         for part in options.parts:
+            if part in bench.found:  # done on the way
+                continue
             bench.found[part] = {}
             attempt(bench, f"part {part}", bench.found[part], lambda row, part=part: PARTS[part](bench, row))
     return 0 if "failed" not in json.dumps(bench.found) else 1
@@ -122,12 +124,14 @@ def measure_shape(bench: Bench, plan: Plan, row: dict[str, Any]) -> None:
                 bench.say(f"{plan.shape}, {mode}: of the fastest raw broadcast's bytes/s: {found['of_raw']}")
             if server.ended():
                 raise RuntimeError(f"the server ended:\n{server.said()}")
-    bench.write()
+        if "c" in bench.options.parts and plan.shape == bench.options.deaths_shape:  # a server's start is saved
+            bench.found["c"] = {}
+            attempt(bench, "part c", bench.found["c"], lambda f: asyncio.run(deaths(bench, plan, policy, server, f)))
 
 
 def _updates(bench: Bench, plan: Plan, policy: Policy, server: Server, mode: str) -> dict[str, Any]:
-    over = way_of(bench.device, 0)
-    way = Way(kind=over.kind, group=over.group, bucket_bytes=over.bucket_bytes, mode=InterruptMode(mode))
+    over = way_of(plan, bench.device, 0)
+    way = Way(kind=over.kind, group=over.group, mode=InterruptMode(mode))
     return asyncio.run(updates_under_load(bench, plan, policy, server, way))
 
 
@@ -151,16 +155,11 @@ def part_b(bench: Bench, row: dict[str, Any]) -> None:
 
 
 def part_c(bench: Bench, row: dict[str, Any]) -> None:
+    """On a server of its own, where part a did not do it on its way."""
     plan = PLANS[bench.options.deaths_shape]
     policy = make_policy(bench, plan)
-    for death in (server_killed, trainer_killed):
-        row[death.__name__] = found = {}
-
-        def work(found: dict[str, Any], death: Any = death) -> None:
-            found |= asyncio.run(death(bench, plan, policy))
-            bench.say(f"{death.__name__}: {'held' if found['held'] else 'DID NOT HOLD'}")
-
-        attempt(bench, death.__name__, found, work)
+    with serving(bench, plan, shared=False, transport="collective") as server:
+        asyncio.run(deaths(bench, plan, policy, server, row))
 
 
 def part_d(bench: Bench, row: dict[str, Any]) -> None:

@@ -13,7 +13,8 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent)]
 from broadcast_watch import watched_broadcasts  # noqa: E402
 from sync_policy import SYNC_SHAPES, Policy  # noqa: E402
 from sync_runs import TOKEN, Line, Load, Server, Watched, Way, open_line  # noqa: E402
-from update_readings import Bench, Plan, serving  # noqa: E402
+from update_readings import PLANS, Bench, Plan, serving  # noqa: E402
 
 from areal_like.api.weights import TransportKind  # noqa: E402
 from areal_like.errors import ArealLikeError, WeightUpdateError  # noqa: E402
@@ -38,39 +39,55 @@ _LOOK = 0.1
 _SLACK = 128 * 2**20
 
 
-def way_of(device: torch.device, incarnation: int) -> Way:
-    """Over NCCL; over gloo without GPUs, in buckets small enough that there are several."""
+def way_of(plan: Plan, device: torch.device, incarnation: int) -> Way:
+    """Over NCCL, or over gloo without GPUs; in buckets small enough that there are several."""
+    over = Way(kind=TransportKind.COLLECTIVE, incarnation=incarnation, timeout=PATIENCE)
     if device.type == "cuda":
-        return Way(kind=TransportKind.COLLECTIVE, group="nccl", incarnation=incarnation, timeout=PATIENCE)
-    return Way(kind=TransportKind.COLLECTIVE, bucket_bytes=2**18, incarnation=incarnation, timeout=PATIENCE)
+        return replace(over, group="nccl", bucket_bytes=None if plan.shape == "6b" else 64 * 2**20)
+    return replace(over, bucket_bytes=2**18)
+
+
+async def deaths(bench: Bench, plan: Plan, policy: Policy, first: Server, rows: dict[str, Any]) -> None:
+    """Both, on ``first`` and on the server that is started in its place; ``rows`` has what was found, by name."""
+    with ExitStack() as servers:
+        rows["server_killed"] = row = {}
+        second = await server_killed(bench, plan, policy, first, (servers, row))
+        bench.say(f"a killed server: {'held' if row['held'] else 'DID NOT HOLD'}")
+        bench.write()
+        rows["trainer_killed"] = row = {}
+        await trainer_killed(bench, plan, policy, second, row)
+        bench.say(f"a killed trainer: {'held' if row['held'] else 'DID NOT HOLD'}")
 
 
 # -- the server dies --
 
 
-async def server_killed(bench: Bench, plan: Plan, policy: Policy) -> dict[str, Any]:
-    """Seconds until the trainer is free, until a new server has the version, and what comes after."""
-    row: dict[str, Any] = {"memory": {"before": _used(bench.device)}}
-    async with open_line(policy, way_of(bench.device, 0), bench.folder) as line:
-        with serving(bench, plan, name="first", shared=False, transport="collective") as first:
-            await line.add(first)
-            row["before"] = await line.update(bench.next_version())
-            row["memory"]["with a group"] = _used(bench.device)
-            load = Load(line, plan.requests, plan.answer_tokens)
-            row["running"] = await load.start()
-            row |= await _kill_and_wait(bench, line, first)
+async def server_killed(
+    bench: Bench, plan: Plan, policy: Policy, first: Server, into: tuple[ExitStack, dict[str, Any]]
+) -> Server:
+    """Seconds until the trainer is free, until a new server has the version, and what comes after.
+
+    ``into``: where the new server, which is returned, is to be ended, and where to write.
+    """
+    servers, row = into
+    row["memory"] = memory = {"before": _used(bench.device)}
+    async with open_line(policy, way_of(plan, bench.device, 0), bench.folder) as line:
+        await line.add(first)
+        row["before"] = await line.update(bench.next_version())
+        memory["with a group"] = _used(bench.device)
+        load = Load(line, plan.requests, plan.answer_tokens)
+        row["running"] = await load.start()
+        row |= await _kill_and_wait(bench, line, first)
         await line.remove(first)
-        row["seconds_until_exported_again"] = (
-            await _export_again(line, row["version"]) + row["seconds_until_publish_ended"]
-        )
-        row["memory"]["after the death"] = _used(bench.device)
+        row["seconds_to_export_again"] = await _export_again(line, row["version"])
+        memory["after the death"] = _used(bench.device)
         bench.say(f"the trainer is free: {_short(row)}")
-        with serving(bench, plan, name="second", shared=False, transport="collective") as second:
-            row |= await _rejoin(bench, line, second)
-            row["memory"]["with the second group"] = _used(bench.device)
-            row["answers"] = await load.stop()
-    grown = row["memory"]["with the second group"] - row["memory"]["with a group"]
-    row["first_group_freed"] = grown < _SLACK
+        starting = serving(bench, plan, name="second", shared=False, transport="collective")
+        second = await asyncio.to_thread(servers.enter_context, starting)
+        row |= await _rejoin(bench, line, second)
+        memory["with the second group"] = _used(bench.device)
+        row["answers"] = await load.stop()
+    row["first_group_freed"] = memory["with the second group"] - memory["with a group"] < _SLACK
     row["held"] = bool(
         row["killed_while_sending"]
         and row["trainer_works"]
@@ -79,7 +96,7 @@ async def server_killed(bench: Bench, plan: Plan, policy: Policy) -> dict[str, A
         and row["after"]["right"]
         and row["answers"]["whole"]
     )
-    return row
+    return second
 
 
 async def _kill_and_wait(bench: Bench, line: Line, server: Server) -> dict[str, Any]:
@@ -152,29 +169,27 @@ async def _rejoin(bench: Bench, line: Line, server: Server) -> dict[str, Any]:
 # -- the trainer dies --
 
 
-async def trainer_killed(bench: Bench, plan: Plan, policy: Policy) -> dict[str, Any]:
+async def trainer_killed(bench: Bench, plan: Plan, policy: Policy, server: Server, row: dict[str, Any]) -> None:
     """What the server says, and how long it takes until a new trainer's whole update mends it."""
-    row: dict[str, Any] = {}
-    with serving(bench, plan, name="third", shared=False, transport="collective") as server:
-        async with open_line(policy, way_of(bench.device, 0), bench.folder) as line:
-            await line.add(server)
-            row["before"] = await line.update(bench.next_version())
-            load = Load(line, plan.requests, plan.answer_tokens)
-            row["running"] = await load.start()
-            first = bench.next_version()
-            bench.next_version()
-            status, said = await _doomed_trainer(server, plan.shape, first)
-            died = time.monotonic()
-            row |= {"trainer_ended_with": status, "killed_while_sending": status == -signal.SIGKILL, "it_said": said}
-            row["server_says"] = await _words_of(line.watched[server.name], died)
-            async with open_line(policy, way_of(bench.device, 2), bench.folder) as other:
-                await _join_in_time(other, server)
-                row["mended"] = await other.update(bench.next_version())
-                row["seconds_until_mended"] = time.monotonic() - died
-                row["after"] = await other.update(bench.next_version())
-            row["answers"] = await load.stop()
+    async with open_line(policy, way_of(plan, bench.device, 0), bench.folder) as line:
+        await line.add(server)
+        row["before"] = await line.update(bench.next_version())
+        load = Load(line, plan.requests, plan.answer_tokens)
+        row["running"] = await load.start()
+        first = bench.next_version()
+        bench.next_version()
+        status, said = await _doomed_trainer(server, plan.shape, first)
+        died = time.monotonic()
+        row |= {"trainer_ended_with": status, "killed_while_sending": status == -signal.SIGKILL, "it_said": said}
+        row["server_says"] = await _words_of(line.watched[server.name], died)
+        bench.say(f"the server says: {row['server_says'][-1]}")
+        async with open_line(policy, way_of(plan, bench.device, 2), bench.folder) as other:
+            await _join_in_time(other, server)
+            row["mended"] = await other.update(bench.next_version())
+            row["seconds_until_mended"] = time.monotonic() - died
+            row["after"] = await other.update(bench.next_version())
+        row["answers"] = await load.stop()
     row["held"] = bool(row["killed_while_sending"] and row["mended"]["right"] and row["after"]["right"])
-    return row
 
 
 async def _doomed_trainer(server: Server, shape: str, version: int) -> tuple[int | None, str]:
@@ -238,7 +253,7 @@ async def doomed(engine: str, name: str, url: str, shape: str, version: int) -> 
     device = torch.device("cuda", 1) if torch.cuda.is_available() else torch.device("cpu")
     policy = Policy(SYNC_SHAPES[shape], device)
     with tempfile.TemporaryDirectory() as folder:
-        async with open_line(policy, way_of(device, 1), Path(folder)) as line:
+        async with open_line(policy, way_of(PLANS[shape], device, 1), Path(folder)) as line:
             await line.add(Server(engine=engine, name=name, url=url))
             await line.update(version)
             with watched_broadcasts() as seen:

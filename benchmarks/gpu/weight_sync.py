@@ -45,6 +45,9 @@ from update_readings import (  # noqa: E402
 
 from areal_like.api.weights import InterruptMode, TransportKind  # noqa: E402
 
+#: seconds that two updates through the host take for each byte: copied off the device, hashed, written, read, hashed
+#: again, and loaded
+HOST_SECONDS_PER_BYTE = 5e-9
 #: versions that lie in memory or on a disk at once, and bytes of room beside them
 VERSIONS_KEPT, ROOM = 2, 2 * 2**30
 
@@ -99,6 +102,8 @@ def measure_shape(bench: Bench, plan: Plan, row: dict[str, Any]) -> None:
 def measure_way(bench: Bench, plan: Plan, policy: Policy, server: Server, way: tuple[str, str]) -> dict[str, Any]:
     """One transport and mode; never raises for what goes wrong there."""
     reason = not_run(bench, way[0], policy.nbytes)
+    if plan.host_updates == 1 and way[0] in ("shm", "disk") and way[1] != bench.options.modes[0]:
+        reason = f"a minute for each way through the host: {bench.options.modes[0]} alone"
     if reason:
         return {"not_run": reason}
     try:
@@ -115,7 +120,8 @@ def _has_ipc(bench: Bench) -> bool:
 
 def not_run(bench: Bench, transport: str, nbytes: int) -> str:
     """Why this transport cannot be measured here, or nothing."""
-    if bench.left < LEAST_SECONDS:
+    through_host = transport in ("shm", "disk")
+    if bench.left < LEAST_SECONDS + (nbytes * HOST_SECONDS_PER_BYTE if through_host else 0.0):
         return "the time was over"
     if transport == "ipc" and bench.device.type != "cuda":
         return "CUDA IPC needs a GPU"
