@@ -43,7 +43,8 @@ class Proxy:
             return web.Response(status=502, text=repr(error))
         if fails:
             return web.Response(status=500, text="told to fail, late")
-        return web.Response(status=answer.status, body=body, headers={"Content-Type": answer.headers["Content-Type"]})
+        kind = {"Content-Type": answer.headers["Content-Type"]} if body else {}
+        return web.Response(status=answer.status, body=body, headers=kind)
 
 
 @asynccontextmanager
