@@ -1,4 +1,4 @@
-"""What the benchmarks of weight updates do: start a server, keep it writing, publish to it, and see what it holds.
+"""What the benchmarks of weight updates do: keep a server writing, publish to it, and see what it holds.
 
 Used by weight_sync.py, gpu/weight_sync.py and gpu/two_gpu.py.
 """
@@ -6,18 +6,11 @@ Used by weight_sync.py, gpu/weight_sync.py and gpu/two_gpu.py.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import importlib.metadata
-import os
 import random
 import secrets
-import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -25,6 +18,7 @@ from typing import Any
 
 import torch
 from sync_policy import Policy
+from sync_servers import TOKEN, Server
 
 from areal_like.api.generation import GenerationHyperparameters, ModelRequest, ModelResponse, StopReason
 from areal_like.api.weights import CommitReceipt, InterruptMode, Manifest, TransportKind
@@ -34,173 +28,19 @@ from areal_like.client.dialect import Segment
 from areal_like.client.generation import RemoteEngine
 from areal_like.client.health import HealthPolicy
 from areal_like.client.pool import ServerPool
-from areal_like.inference.backends import get_backend, get_engine
+from areal_like.inference.backends import get_backend
 from areal_like.inference.backends.base import LinkSettings
 from areal_like.inference.backends.vllm_dialect import CompletionsDialect
-from areal_like.inference.spec import EngineSpec, InferenceServerSpec
 from areal_like.weights.channel import WeightChannel
 from areal_like.weights.segments import remove_segments
 from areal_like.weights.transports.base import WeightWriter, make_writer
-from launcher.environments import installed_version
 
-ROOT = Path(__file__).resolve().parents[1]
-#: a child trainer is given its parent's
-TOKEN = os.environ.get("AREAL_LIKE_TOKEN") or secrets.token_urlsafe(16)
-#: seconds between two looks at a server that starts or fills up
+#: seconds between two looks at a server that fills up
 _LOOK = 0.05
 #: tokens of a prompt, and of an answer that is compared with a forward pass
 PROMPT, CHECKED = 24, 16
 #: mean |log-prob - forward pass| of a token: above what bf16 explains, far below two versions' distance (1.1 to 1.2)
 MOST_APART = 0.2
-_PLAY = """
-import os, sys
-from areal_like.inference.spec import EngineSpec, InferenceServerSpec
-kind, spec, token, ready_file = sys.argv[1:]
-def ready(url):
-    with open(ready_file + "~", "w") as file:
-        file.write(url)
-    os.rename(ready_file + "~", ready_file)
-if kind == "embedded":
-    from areal_like.inference.embedded.server import run_server
-    run_server(InferenceServerSpec.model_validate_json(spec), token, ready)
-else:
-    from launcher.engine_process import run_engine
-    run_engine(EngineSpec.model_validate_json(spec), token, ready)
-"""
-
-
-# -- servers --
-
-
-@dataclass(slots=True, kw_only=True)
-class Server:
-    """A server in a process group of its own; without ``process`` it is somebody else's."""
-
-    engine: str
-    name: str
-    url: str
-    process: subprocess.Popen[bytes] | None = None
-    log: Path | None = None
-    seconds_to_start: float = 0.0
-
-    def said(self) -> str:
-        return "" if self.log is None else self.log.read_text(errors="replace")[-3000:]
-
-    def ended(self) -> bool:
-        return self.process is not None and self.process.poll() is not None
-
-    def send(self, number: signal.Signals) -> None:
-        """To every process of the server."""
-        if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
-
-
-#: of this process; ended by :func:`end_servers`, whatever ends the benchmark
-_RUNNING: list[Server] = []
-
-
-def server_spec(engine: str, model: Path, name: str, **settings: Any) -> InferenceServerSpec | EngineSpec:
-    """``settings`` are fields of the spec; ``python`` is the interpreter of an engine with a program of its own."""
-    if engine == "embedded":
-        return InferenceServerSpec(name=name, model_path=str(model), **settings)
-    python = settings.pop("python")
-    return EngineSpec(
-        backend="vllm" if engine == "vllm" else "sglang",
-        name=name,
-        python=python,
-        version=engine_version(python, engine),
-        model_path=str(model),
-        **settings,
-    )
-
-
-def engine_version(python: str, engine: str) -> str:
-    """Also where the engine is on PYTHONPATH only. Empty for our own."""
-    if engine == "embedded":
-        return ""
-    packages = get_engine(engine).package
-    found = installed_version(python, packages)
-    for package in packages if not found else ():
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(package)
-    return found
-
-
-@contextmanager
-def running(engine: str, spec: InferenceServerSpec | EngineSpec, folder: Path, timeout: float) -> Iterator[Server]:
-    """A server that answers; it is gone afterwards.
-
-    Raises:
-        RuntimeError: it did not start; the message ends with its log's last lines.
-    """
-    mark = folder / f"{spec.name}-{secrets.token_hex(3)}"
-    log, ready = mark.with_suffix(".log"), mark.with_suffix(".url")
-    began = time.monotonic()
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _PLAY, engine, spec.model_dump_json(), TOKEN, str(ready)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": _python_path(folder)},
-            start_new_session=True,
-        )
-    server = Server(engine=engine, name=spec.name, url="", process=process, log=log)
-    _RUNNING.append(server)
-    try:
-        while not ready.exists():
-            if process.poll() is not None or time.monotonic() - began > timeout:
-                raise RuntimeError(f"{engine} did not start in {time.monotonic() - began:.0f} s:\n{server.said()}")
-            time.sleep(_LOOK)
-        server.url = ready.read_text()
-        server.seconds_to_start = time.monotonic() - began
-        yield server
-    finally:
-        end_server(server)
-
-
-def _python_path(folder: Path) -> str:
-    """This checkout, and an entry point for vLLM's processes where the package itself is not installed."""
-    plugin = folder / "plugin" / "areal_like_checkout-0.dist-info"
-    plugin.mkdir(parents=True, exist_ok=True)
-    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: areal-like-checkout\nVersion: 0\n")
-    (plugin / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nareal_like = areal_like.inference.vllm_plugin:register\n"
-    )
-    return os.pathsep.join(filter(None, [str(ROOT), str(plugin.parent), os.environ.get("PYTHONPATH", "")]))
-
-
-def end_server(server: Server) -> None:
-    """Ask it to end, then end what is left of it."""
-    if server in _RUNNING and server.process is not None:
-        _RUNNING.remove(server)
-        if server.process.poll() is None:
-            server.process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                server.process.wait(10)
-        server.send(signal.SIGKILL)
-        server.process.wait()
-
-
-def end_at(seconds: float, leave: Callable[[], None]) -> None:
-    """A hard limit: after ``seconds`` call ``leave``, end every server and this process, wherever it hangs."""
-
-    def end() -> None:
-        with contextlib.suppress(Exception):  # nothing may keep us from ending
-            leave()
-        for server in _RUNNING:
-            server.send(signal.SIGKILL)
-        os._exit(124)
-
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of every `finally`: servers outlive us otherwise
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-
-
-# -- updates --
 
 
 @dataclass(slots=True, kw_only=True)

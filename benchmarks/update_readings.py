@@ -22,7 +22,8 @@ import torch
 from broadcast_watch import watched_broadcasts
 from demo_runs import write_result
 from sync_policy import SYNC_SHAPES, Policy, write_model_folder
-from sync_runs import Line, Load, Server, Way, end_at, engine_version, open_line, running, server_spec
+from sync_runs import Line, Load, Way, open_line
+from sync_servers import Server, end_at, engine_version, running, server_spec
 
 #: seconds that a reading must have left to begin: exporting and hashing 12 GB on a path through the host takes these
 LEAST_SECONDS = 40.0

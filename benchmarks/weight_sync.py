@@ -34,7 +34,8 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 from demo_runs import write_result  # noqa: E402
 from raw_copies import copy_seconds  # noqa: E402
-from sync_runs import Load, Server, Way, end_at, open_line, running, server_spec  # noqa: E402
+from sync_runs import Load, Way, open_line  # noqa: E402
+from sync_servers import Server, end_at, running, server_spec  # noqa: E402
 
 from areal_like.api.weights import InterruptMode, TransportKind  # noqa: E402
 from areal_like.weights.digest import parse_dtype  # noqa: E402

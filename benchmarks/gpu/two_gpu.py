@@ -32,7 +32,8 @@ sys.path[:0] = [str(BENCHMARKS / "gpu"), str(BENCHMARKS), str(ROOT)]
 
 from raw_broadcast import raw_broadcast  # noqa: E402
 from sync_policy import Policy  # noqa: E402
-from sync_runs import Server, Way  # noqa: E402
+from sync_runs import Way  # noqa: E402
+from sync_servers import Server  # noqa: E402
 from two_gpu_deaths import deaths, way_of  # noqa: E402
 from update_readings import (  # noqa: E402
     LEAST_SECONDS,

@@ -25,7 +25,8 @@ sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent)]
 
 from broadcast_watch import watched_broadcasts  # noqa: E402
 from sync_policy import SYNC_SHAPES, Policy  # noqa: E402
-from sync_runs import TOKEN, Line, Load, Server, Watched, Way, open_line  # noqa: E402
+from sync_runs import Line, Load, Watched, Way, open_line  # noqa: E402
+from sync_servers import TOKEN, Server  # noqa: E402
 from update_readings import PLANS, Bench, Plan, serving  # noqa: E402
 
 from areal_like.api.weights import TransportKind  # noqa: E402

@@ -29,7 +29,8 @@ sys.path[:0] = [str(BENCHMARKS), str(ROOT)]
 
 from raw_copies import raw_readings  # noqa: E402
 from sync_policy import Policy  # noqa: E402
-from sync_runs import Server, Way  # noqa: E402
+from sync_runs import Way  # noqa: E402
+from sync_servers import Server  # noqa: E402
 from update_readings import (  # noqa: E402
     LEAST_SECONDS,
     PLANS,
