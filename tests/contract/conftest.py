@@ -8,7 +8,7 @@ import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -20,6 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from subjects import (
+    EMBEDDED,
     HUNG,
     ROOT,
     SUBJECTS,
@@ -67,7 +68,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     found = SUBJECTS[request.param]
     if found.name != "embedded" and not python_of(found.name).exists():
         pytest.skip(f"no .venv-{found.name}: make engines")
-    return found
+    return replace(found, long=EMBEDDED.long) if os.environ.get(TINY) else found
 
 
 @pytest.fixture(scope="session")
