@@ -32,7 +32,7 @@ from areal_like.errors import (
 from areal_like.inference.backends.epoch import ServerEpoch
 from areal_like.inference.backends.http_control import EngineHttp
 from areal_like.inference.backends.labels import version_label
-from areal_like.inference.backends.vllm_dialect import internal_id
+from areal_like.inference.backends.vllm_dialect import completion_id, internal_id
 from areal_like.inference.backends.vllm_memory import VllmMemory
 
 #: seconds between two looks at a staging: first, and at most
@@ -177,7 +177,8 @@ class VllmControl:
 
     async def abort(self, rids: Sequence[str], *, timeout: float) -> int:
         """vLLM counts the ids that it was given; those that had ended are among them."""
-        ids = [internal_id(rid) for rid in rids]
+        inside = internal_id if self._spans else completion_id
+        ids = [inside(rid) for rid in rids]
         answer = await self._http.post("/abort_requests", {"request_ids": ids}, timeout=timeout)
         return int((answer or {}).get("aborted", 0))
 

@@ -148,7 +148,7 @@ class CompletionsDialect:
 
     def abort(self, rid: str) -> HttpCall:
         self._posted.pop(rid, None)
-        return HttpCall(path="/abort_requests", content=_json({"request_ids": [f"cmpl-{rid}-0"]}))
+        return HttpCall(path="/abort_requests", content=_json({"request_ids": [completion_id(rid)]}))
 
     def _forget(self) -> None:
         """Requests that failed leave their note behind; the oldest go first."""
@@ -163,6 +163,11 @@ _MOST_POSTED = 65_536
 def internal_id(rid: str) -> str:
     """What ``/inference/v1/generate`` calls a request inside the engine."""
     return f"generate-tokens-{rid}"
+
+
+def completion_id(rid: str) -> str:
+    """What ``/v1/completions`` calls the only prompt of a request inside the engine."""
+    return f"cmpl-{rid}-0"
 
 
 def sampling_params(sampling: SamplingBody, *, seeds: bool) -> dict[str, Any]:
