@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from areal_like.weights import nccl
@@ -26,6 +26,7 @@ class Broadcasts:
     ended: float = 0.0
     fatal: int = 2
     on_fatal: Callable[[], None] | None = None
+    timers: list[threading.Timer] = field(default_factory=list)
 
     def restart(self) -> None:
         self.count, self.began, self.ended = 0, 0.0, 0.0
@@ -40,7 +41,8 @@ class Broadcasts:
             self.began = time.perf_counter()
         self.count += 1
         if self.on_fatal is not None and self.count == self.fatal:
-            threading.Timer(_MOMENT, self.on_fatal).start()
+            self.timers.append(threading.Timer(_MOMENT, self.on_fatal))
+            self.timers[-1].start()
 
     def arrived(self) -> None:
         if self.count:
