@@ -136,10 +136,13 @@ class CompletionsDialect:
         return HttpCall(path="/v1/completions", content=_json(content))
 
     def read(self, body: GenerateBody, content: bytes) -> Segment:
-        commits, version = self._posted.pop(body.rid, (-1, -1))
+        posted = self._posted.pop(body.rid, None)
         choice = _only_choice(_CompletionAnswer, content)
-        if choice.finish_reason != "abort" and commits != self._epoch.commits:
+        # an update ends what runs: what it cut was written before it, unless another had passed while it was on its way
+        most = 1 if choice.finish_reason == "abort" else 0
+        if posted is None or self._epoch.commits - posted[0] > most:
             raise ServerUnavailable("an update passed while it answered: nobody can tell which version wrote it")
+        version = posted[1]
         tokens = choice.token_ids or []
         given = [] if choice.logprobs is None else choice.logprobs.token_logprobs
         logprobs = [_NO_LOGPROB if value is None else value for value in given]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from areal_like.api.weights import InterruptMode, Manifest, TensorEntry, Transpo
 from areal_like.errors import ServerUnavailable, StaleCommand, WeightUpdateError
 from areal_like.inference.backends.epoch import ServerEpoch
 from areal_like.inference.backends.vllm_control import VllmControl
+from areal_like.inference.backends.vllm_dialect import CompletionsDialect, VllmDialect
 from areal_like.weights.manifest import make_manifest
 
 KEEP, DRAIN = InterruptMode.KEEP, InterruptMode.DRAIN
@@ -52,6 +54,7 @@ class FakeVllm:
     paused: bool = False
     drains: bool = True
     manifest: Manifest | None = None
+    aborted: list[str] = field(default_factory=list)
 
     async def answer(self, request: web.Request) -> web.Response:
         path = request.path_qs
@@ -92,6 +95,8 @@ class FakeVllm:
             self.paused = True
         elif path == "/resume":
             self.paused = False
+        elif path == "/abort_requests":
+            self.aborted += body["request_ids"]
         elif path == "/update_weights" and body["update_info"]["op"] == "stage":
             self.manifest = Manifest.model_validate_json(body["update_info"]["manifest"])
             self.status.update(
@@ -167,6 +172,14 @@ async def test_without_spans_what_runs_is_cut(vllm: FakeVllm) -> None:
         await control.stage(manifest(1), timeout=5)
         await control.commit(version=1, incarnation=0, mode=InterruptMode.RECOMPUTE, timeout=5)
     assert "/pause?mode=abort" in vllm.calls
+
+
+@pytest.mark.parametrize(("spans", "dialect"), [(True, VllmDialect), (False, CompletionsDialect)])
+async def test_control_and_dialect_abort_by_the_same_id(vllm: FakeVllm, spans: bool, dialect: Any) -> None:
+    """An unknown id is answered 200, and ends nothing."""
+    async with connected(vllm, spans=spans) as control:
+        await control.abort(["r.1"], timeout=5)
+    assert vllm.aborted == json.loads(dialect(ServerEpoch()).abort("r.1").content)["request_ids"]
 
 
 async def test_committing_again_does_nothing(vllm: FakeVllm, control: VllmControl) -> None:

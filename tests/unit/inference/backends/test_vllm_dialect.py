@@ -98,6 +98,8 @@ def test_an_answer_that_cannot_be_trusted_is_not_trained(changes: dict[str, Any]
 def test_a_request_is_aborted_under_the_id_it_has_inside() -> None:
     call = VllmDialect(epoch_at(0)).abort("r.1")
     assert (call.path, json.loads(call.content)) == ("/abort_requests", {"request_ids": ["generate-tokens-r.1"]})
+    call = CompletionsDialect(epoch_at(0)).abort("r.1")
+    assert (call.path, json.loads(call.content)) == ("/abort_requests", {"request_ids": ["cmpl-r.1-0"]})
 
 
 def test_no_salt_is_shared_across_an_update() -> None:
@@ -137,6 +139,24 @@ def test_without_spans_an_answer_that_an_update_cut_is_of_the_version_before() -
     epoch.end(0, 4)
     output = dialect.read(body(), completion("abort")).output
     assert (output.spans, output.stop_reason) == ([VersionSpan(version=3, start=0, end=2)], StopReason.ABORT)
+
+
+@pytest.mark.parametrize("finish_reason", ["stop", "abort"])
+def test_without_spans_an_answer_that_came_through_an_update_unseen_is_not_guessed(finish_reason: str) -> None:
+    """Posted just before one update and read by the server just after it, then cut by the next one."""
+    epoch = epoch_at(3)
+    dialect = CompletionsDialect(epoch)
+    dialect.generate(body())
+    for version in (4, 5):
+        epoch.begin()
+        epoch.end(0, version)
+    with pytest.raises(ServerUnavailable, match="which version wrote it"):
+        dialect.read(body(), completion(finish_reason))
+
+
+def test_without_spans_an_answer_that_nobody_asked_for_is_not_guessed() -> None:
+    with pytest.raises(ServerUnavailable, match="which version wrote it"):
+        CompletionsDialect(epoch_at(3)).read(body(), completion("abort"))
 
 
 def test_without_spans_an_answer_across_an_update_is_not_guessed() -> None:
