@@ -50,7 +50,7 @@ def path_of(engine: str) -> Path:
 
 def trained(config: ExperimentConfig, folder: Path, *overrides: str, token: str = "") -> list[dict[str, Any]]:
     """Run the experiment to its end; its steps."""
-    command = [sys.executable, "-m", "launcher", "run", str(path_of(config.rollout.backend.name)), "--plain"]
+    command = [sys.executable, "-m", "launcher", "run", str(path_of(config.rollout.spec.name)), "--plain"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **({TOKEN_VARIABLE: token} if token else {})}
     ended = subprocess.run(
         [*command, f"runs_dir={folder}", *overrides],
@@ -78,7 +78,7 @@ def gaps(steps: list[dict[str, Any]]) -> list[float]:
 
 def test_a_server_that_somebody_started_by_hand(experiment: ExperimentConfig, tmp_path: Path) -> None:
     """As ``docs/engines.md`` says. It gets the run's weights, and goes on when the run is over."""
-    engine, token = experiment.rollout.backend.name, "theirs"
+    engine, token = experiment.rollout.spec.name, "theirs"
     with by_hand(engine, token, tmp_path / "server.log") as url:
         steps = trained(experiment, tmp_path, f'rollout.servers=["{url}"]', "total_train_steps=2", token=token)
         assert [step["version"] for step in steps] == [1, 2]
