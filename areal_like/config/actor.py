@@ -31,6 +31,10 @@ class OptimizerConfig(Section):
 class MicroBatchConfig(Section):
     max_tokens_per_mb: int = Field(16384, ge=1, description="token budget of one micro-batch on one rank")
     packing: Literal["packed", "padded"] = Field("padded", description="rows end to end, or padded side by side")
+    balance: Literal["counted", "measured"] = Field(
+        "counted",
+        description="rows are spread over ranks by counted operations, alike in every run; or by measured seconds",
+    )
 
 
 class NormConfig(Section):

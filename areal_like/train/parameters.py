@@ -85,11 +85,11 @@ class WholeParameters:
 
     def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None) -> None:
         self.trained = [p for p in module.parameters() if p.requires_grad]
-        self._copies: list[nn.Parameter] = []
+        self._copies: list[Tensor] = []
         if compute_dtype is not None and any(p.dtype != compute_dtype for p in module.parameters()):
             self._copies = _replace_parameters(module, compute_dtype)
             for master, copy in zip(self.trained, self._copies, strict=True):
-                copy.register_post_accumulate_grad_hook(_adds_to(master))
+                copy.register_post_accumulate_grad_hook(_adds_to(master))  # type: ignore[no-untyped-call]
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         torch.autograd.backward(loss)
@@ -97,13 +97,13 @@ class WholeParameters:
     @torch.no_grad()
     def stepped(self) -> None:
         if self._copies:
-            torch._foreach_copy_(self._copies, self.trained)
+            torch._foreach_copy_(self._copies, list[Tensor](self.trained))
 
     def end_of_pass(self) -> None:
         """Nothing was gathered."""
 
 
-def _replace_parameters(module: nn.Module, dtype: torch.dtype) -> list[nn.Parameter]:
+def _replace_parameters(module: nn.Module, dtype: torch.dtype) -> list[Tensor]:
     """Put a copy in ``dtype`` in the place of every parameter; a tie stays one. Returns the copies that are trained."""
     copies = {p: nn.Parameter(p.detach().to(dtype), requires_grad=p.requires_grad) for p in module.parameters()}
     for part in module.modules():

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from areal_like.algo.balance import CostModel, MicroBatchPlan, plan_micro_batches
+from areal_like.algo.measured_cost import Load, load_of
 from areal_like.algo.packing import Layout, cut_minibatches, pack
 from areal_like.api.trajectory import TrajectoryTag
 from areal_like.config.actor import ActorConfig
@@ -18,10 +19,12 @@ from areal_like.config.actor import ActorConfig
 class MinibatchPlan:
     """One optimiser step. ``micro_batches`` are this rank's rows, as indices into the batch's trajectories.
 
-    Every rank has as many micro-batches; ``denominator`` is that of the whole minibatch, over all ranks.
+    Every rank has as many micro-batches; ``denominator`` is that of the whole minibatch, over all ranks. ``rounds``:
+    of every round, in which each rank runs one, the loads of all ranks.
     """
 
     micro_batches: tuple[tuple[int, ...], ...]
+    rounds: tuple[tuple[Load, ...], ...]
     denominator: float
     rows: int
     tokens: int
@@ -62,6 +65,10 @@ def _minibatch(
     by_token = actor.aggregation == "token_mean"
     return MinibatchPlan(
         micro_batches=tuple(tuple(rows[i] for i in members) for members in plan.ranks[rank]),
+        rounds=tuple(
+            tuple(load_of([tags[rows[i]].length for i in bins[turn]], actor.mb_spec.packing) for bins in plan.ranks)
+            for turn in range(plan.micro_batches)
+        ),
         denominator=float(sum(written) if by_token else sum(tokens > 0 for tokens in written)),
         rows=len(rows),
         tokens=sum(written),

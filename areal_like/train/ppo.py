@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from areal_like.algo import offpolicy
+from areal_like.algo.balance import CostModel
+from areal_like.algo.measured_cost import MeasuredCost
 from areal_like.algo.settings import ShapingSettings, shaping_settings
 from areal_like.api.trajectory import Batch, UpdateReport
 from areal_like.config.actor import ActorConfig
@@ -27,6 +29,7 @@ from areal_like.train.plan import UpdatePlan, plan_update
 from areal_like.train.policy_loss import Minibatch, PolicyLoss
 from areal_like.train.reference import Reference
 from areal_like.train.rows import BatchRows, Fetch, fetch_rows
+from areal_like.train.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +56,15 @@ class PpoUpdate:
     """The algorithm of one step, on every rank alike. Collective."""
 
     def __init__(
-        self, engine: TrainEngine, actor: ActorConfig, fetch: Fetch, companions: Companions | None = None
+        self,
+        engine: TrainEngine,
+        actor: ActorConfig,
+        fetch: Fetch,
+        companions: Companions | None = None,
+        *,
+        watch: Stopwatch | None = None,
     ) -> None:
+        """``watch`` times micro-batches where rows are balanced by that (``mb_spec.balance: measured``)."""
         companions = companions or Companions()
         self._engine = engine
         self._actor = actor
@@ -73,6 +83,13 @@ class PpoUpdate:
         )
         self._needs_prox = actor.prox == "recompute" or kl_in_reward is not None
         self._loss = PolicyLoss(actor, companions.ref)
+        self._watch = watch or Stopwatch(engine.parallel.device)
+        self._measured = MeasuredCost(engine.cost) if actor.mb_spec.balance == "measured" else None
+
+    @property
+    def cost(self) -> CostModel:
+        """By which the rows of the next batch are spread over ranks; the same on all of them."""
+        return self._engine.cost if self._measured is None else self._measured.cost
 
     def run(self, batch: Batch) -> UpdateReport:
         """Train on ``batch`` and report; figures are reduced over ranks and equal on all of them.
@@ -84,7 +101,7 @@ class PpoUpdate:
         parallel = self._engine.parallel
         figures = UpdateFigures(offpolicy=offpolicy.empty(parallel.device))
         tags = batch.trajectories
-        plan = plan_update(tags, self._actor, rank=parallel.rank, ranks=parallel.world_size, cost=self._engine.cost)
+        plan = plan_update(tags, self._actor, rank=parallel.rank, ranks=parallel.world_size, cost=self.cost)
         with figures.phase("fetch"):
             rows = fetch_rows(self._fetch, tags, plan.rows)
         self._passes(plan, rows, figures)
@@ -99,7 +116,8 @@ class PpoUpdate:
             with figures.phase("critic"):
                 for part in plan.minibatches:
                     self._critic.learn(part, rows, self._build)
-        return figures.report(batch, plan, parallel, self._critic.report(parallel) if self._critic else None)
+        more = self._critic.report(parallel) if self._critic is not None else {}
+        return figures.report(batch, plan, parallel, more | self._learn_cost(plan))
 
     def _passes(self, plan: UpdatePlan, rows: BatchRows, figures: UpdateFigures) -> None:
         """What is known of every token before the first optimiser step."""
@@ -126,13 +144,24 @@ class PpoUpdate:
         bound = self._second_moment_bound(minibatch)
         shares = minibatch.plan.micro_batches
         for number, members in enumerate(shares, start=1):
-            batch = self._build(minibatch.rows.of(members))
-            loss = self._loss.share(minibatch, members, batch, self._engine.logprobs(batch), bound)
-            self._engine.backward(loss, last=number == len(shares))
+            with self._watch.round():
+                batch = self._build(minibatch.rows.of(members))
+                loss = self._loss.share(minibatch, members, batch, self._engine.logprobs(batch), bound)
+                self._engine.backward(loss, last=number == len(shares))
             total += loss.detach().double()
         minibatch.figures.policy.losses.append(total)
         minibatch.figures.policy.outcomes.append(self._engine.step())
         minibatch.figures.settle()
+
+    def _learn_cost(self, plan: UpdatePlan) -> dict[str, float]:
+        """From the seconds of every round: those of its slowest rank, for which the others wait in collectives."""
+        seconds = self._watch.seconds()
+        if self._measured is None:
+            return {}
+        mine = torch.tensor(seconds, dtype=torch.float64, device=self._engine.parallel.device)
+        slowest = self._engine.parallel.max(mine).tolist()
+        self._measured.learn([loads for part in plan.minibatches for loads in part.rounds], slowest)
+        return {f"balance/{name}": value for name, value in self._measured.figures().items()}
 
     def _second_moment_bound(self, minibatch: Minibatch) -> float | None:
         if self._actor.objective != "m2po":

@@ -22,6 +22,9 @@ RANKS = {"two": (2, 2), "two_times_two": (4, 2)}
 #: float64: the order of sums; float32: roundings of the gradient, of which AdamW's first step makes up to ± lr
 TOLERANCE = {"single_precision": 2e-5}
 
+#: figures that depend on how many ranks there are, and on the machine
+BY_PLACE = ("seconds/", "balance/", "train/micro_batches")
+
 
 def run_ranks(ranks, shard_size, out, *folders):
     program = Path(__file__).parent / "rank_program.py"
@@ -66,9 +69,21 @@ def test_several_ranks_equal_one(found_by_ranks, one_rank, model_dir, tied_model
             out = found_by_ranks / folder / f"{kind}-{name}-{rank}"
             assert_equal_weights(np.load(out.with_suffix(".npz")), weights, TOLERANCE.get(name, 1e-10))
             figures = json.loads(out.with_suffix(".json").read_text())
-            for figure in metrics.keys() - {m for m in metrics if m.startswith("seconds/")} - {"train/micro_batches"}:
+            for figure in metrics.keys() - {m for m in metrics if m.startswith(BY_PLACE)}:
                 assert math.isclose(figures[figure], metrics[figure], rel_tol=1e-4, abs_tol=1e-5), figure
             assert figures["train/skipped_minibatches"] == (1 if name == "not_finite_on_one_rank" else 0)
+
+
+def test_ranks_learn_the_same_cost_of_rows(found_by_ranks):
+    for folder, (ranks, _) in RANKS.items():
+        paths = [found_by_ranks / folder / f"tied-balanced_by_measured_seconds-{rank}.json" for rank in range(ranks)]
+        learnt = [
+            {name: value for name, value in json.loads(path.read_text()).items() if name.startswith("balance/")}
+            for path in paths
+        ]
+        assert len(learnt[0]) == 3 and all(figures == learnt[0] for figures in learnt)
+        # 3e-5 seconds a pair were made up; counted operations alone would say that pairs cost next to nothing
+        assert 2e4 < learnt[0]["balance/us_per_1k_token_pairs"] < 4e4
 
 
 def test_a_snapshot_is_read_by_another_number_of_ranks(found_by_ranks, one_rank, tied_model_dir, tmp_path):

@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from areal_like.algo.measured_cost import load_of
 from areal_like.api.generation import GenerationHyperparameters
 from areal_like.api.trajectory import Batch, GroupTag, PromptId, Trajectory, TrajectoryTag
 from areal_like.config.actor import ActorConfig
@@ -20,10 +21,12 @@ from areal_like.config.reference import ReferenceConfig
 from areal_like.train.critic import Critic, ValueModel, load_value_model
 from areal_like.train.engine import TrainEngine
 from areal_like.train.model import PolicyModel, load_language_model, replayed_sampling
+from areal_like.train.plan import plan_update
 from areal_like.train.ppo import Companions, PpoUpdate
 from areal_like.train.reference import Reference
 from areal_like.train.sft import SftUpdate, supervised_row
 from areal_like.train.snapshot import SnapshotStore
+from areal_like.train.stopwatch import Stopwatch
 
 VOCABULARY = 19
 EOS = 2
@@ -266,6 +269,35 @@ def adapters(parallel, folder: Path):
     return _run(parallel, folder, actor, *random_batch(seed=4))
 
 
+class MadeUpSeconds(Stopwatch):
+    """Says how long the micro-batches of ``loads`` would take on a device that is slow at attention."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.loads = []
+
+    def seconds(self):
+        assert len(super().seconds()) == len(self.loads)
+        return [2e-4 * load.tokens + 3e-5 * load.pairs + 1e-3 for load in self.loads]
+
+
+def balanced_by_measured_seconds(parallel, folder: Path):
+    actor = _actor(mb_spec={"packing": "packed", "max_tokens_per_mb": 25, "balance": "measured"})
+    watch = MadeUpSeconds()
+    stores = [random_batch(seed=seed) for seed in range(3)]
+    rows = {f"{n}:{key}": row for n, (_, store) in enumerate(stores) for key, row in store.items()}
+    engine = build_engine(folder, parallel, actor)
+    update = PpoUpdate(engine, actor, lambda keys: [rows[key] for key in keys], watch=watch)
+    for n, (batch, store) in enumerate(stores):
+        batch = batch_of({f"{n}:{key}": row for key, row in store.items()}, batch.version)
+        tags = batch.trajectories
+        plan = plan_update(tags, actor, rank=parallel.rank, ranks=parallel.world_size, cost=update.cost)
+        mine = [members for part in plan.minibatches for members in part.micro_batches]
+        watch.loads = [load_of([tags[i].length for i in members], "packed") for members in mine]
+        report = update.run(batch)
+    return weights_of(engine), report.metrics
+
+
 def replayed_processors(parallel, folder: Path):
     gconfig = GenerationHyperparameters(temperature=0.7, min_new_tokens=2)
     return _run(parallel, folder, _actor(), *random_batch(seed=3), gconfig=gconfig)
@@ -343,6 +375,7 @@ SCENARIOS = {
         rows_that_nobody_wrote,
         packed_one_token_at_a_time,
         adapters,
+        balanced_by_measured_seconds,
         recomputed_and_offloaded,
         replayed_processors,
         critic_and_reference,
@@ -367,6 +400,7 @@ def cases(ranks: int) -> list[tuple[str, str]]:
         rows_that_nobody_wrote,
         recomputed_and_offloaded,
         adapters,
+        balanced_by_measured_seconds,
     )
     return every if ranks == 2 else [("tied", f.__name__) for f in few]
 
