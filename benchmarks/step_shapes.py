@@ -46,8 +46,8 @@ class Shape:
 
 
 SHAPES = {
-    "small": Shape(hidden=320, intermediate=960, layers=8, heads=5, kv_heads=1, vocabulary=16384, tied=True),
     "tiny": Shape(hidden=128, intermediate=384, layers=4, heads=4, kv_heads=2, vocabulary=4096, tied=True),
+    "small": Shape(hidden=256, intermediate=768, layers=6, heads=4, kv_heads=1, vocabulary=8192, tied=True),
     "0.5b": Shape(hidden=896, intermediate=4864, layers=24, heads=14, kv_heads=2, vocabulary=151936, tied=True),
     "1.5b": Shape(hidden=1536, intermediate=8960, layers=28, heads=12, kv_heads=2, vocabulary=151936, tied=True),
     "7b": Shape(hidden=3584, intermediate=18944, layers=28, heads=28, kv_heads=4, vocabulary=152064, tied=False),

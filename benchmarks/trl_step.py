@@ -10,11 +10,11 @@ one step of AdamW.
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from datasets import Dataset
+from step_memory import memory_on_cpu, memory_on_cuda, resident
 from step_shapes import SHAPES, flops, row_lengths, trajectories, written_tokens
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -125,25 +126,27 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         device = next(trainer.model.parameters()).device
         step = step_of(trainer, [padded(rows[i : i + size], device) for i in range(0, len(rows), size)])
         readings = []
-        for _ in range(1 + request.get("repeats", 3)):
+        for number in range(1 + request.get("repeats", 3)):
+            if number == 1 and device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
             started = time.perf_counter()
             step()
             if device.type == "cuda":
                 torch.cuda.synchronize()
             readings.append(time.perf_counter() - started)
+        held = resident("hf-step", torch.bfloat16 if device.type == "cuda" else torch.float32, shape.parameters)
+        memory = memory_on_cuda(held) if device.type == "cuda" else memory_on_cpu(held, step)
     seconds = sorted(readings[1:])[len(readings[1:]) // 2]
-    on_cpu = device.type == "cpu"
     return request | {
         "what": "trl",
+        "versions": {name: version(name) for name in ("trl", "torch", "transformers")},
         "tokens_read": sum(lengths),
         "seconds": seconds,
         "readings": readings[1:],
         "first_seconds": readings[0],
         "tokens_per_second": sum(lengths) / seconds,
         "flops_per_second": flops(shape, lengths, written_tokens(rows), passes=3.0) / seconds,
-        "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-        if on_cpu
-        else torch.cuda.max_memory_allocated() / 1e9,
+        **memory,
     }
 
 
