@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import sys
@@ -20,7 +21,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from subjects import (
-    EMBEDDED,
     HUNG,
     ROOT,
     SUBJECTS,
@@ -68,7 +68,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     found = SUBJECTS[request.param]
     if found.name != "embedded" and not python_of(found.name).exists():
         pytest.skip(f"no .venv-{found.name}: make engines")
-    return replace(found, long=EMBEDDED.long) if os.environ.get(TINY) else found
+    return replace(found, long=440) if os.environ.get(TINY) else found
 
 
 @pytest.fixture(scope="session")
@@ -178,6 +178,18 @@ class Line:
         own = {name: gconfig.pop(name) for name in ("seed", "rid") if name in gconfig}
         settings = GenerationHyperparameters(**{"ignore_eos": True, **gconfig})
         return await self.engine.agenerate(ModelRequest(input_ids=prompt, gconfig=settings, **own))
+
+    async def in_hand(self, count: int = 1) -> None:
+        """Return once the server has ``count`` of the requests that are asked.
+
+        Raises:
+            AssertionError: they were answered before they were seen there: ask for more tokens.
+        """
+        await asyncio.sleep(0)  # tasks that ask begin
+        async with asyncio.timeout(HUNG):
+            while (await self.link.control.health(timeout=HUNG)).in_flight < count:
+                assert self.engine.statistics().in_flight >= count, "answered before they were seen in hand"
+                await asyncio.sleep(0.01)
 
     def differences(self, answer: ModelResponse, version: int, **how: float) -> list[float]:
         """|log-prob − reference| of each token under the weights of ``version``; infinite where that rules it out."""

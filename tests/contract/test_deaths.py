@@ -41,11 +41,6 @@ def own_server(subject: Subject, model_path: Path, folder: Path) -> Iterator[Ser
         yield started
 
 
-async def until_in_flight(line: Line) -> None:
-    while (await line.link.control.health(timeout=HUNG)).in_flight < 1:  # noqa: ASYNC110  # another process
-        await asyncio.sleep(0.01)
-
-
 async def test_a_trainer_that_dies_before_the_bytes_are_fetched_costs_nothing(line: Line) -> None:
     """Its shared memory is gone when the server wants to read it."""
     before = line.version
@@ -89,7 +84,7 @@ async def test_a_killed_server_is_an_error_in_time_and_leaves_nothing(
     async with open_line(own_server, timeout=GIVEN_UP) as line:
         family = own_server.descendants()
         asked = asyncio.create_task(line.ask(PROMPT, max_new_tokens=400))
-        await until_in_flight(line)
+        await line.in_hand()
         began = time.monotonic()
         own_server.engine().send_signal(signal.SIGKILL)
         with pytest.raises(InfrastructureError):
@@ -113,7 +108,7 @@ async def test_a_worker_that_dies_ends_the_whole_server(open_line: Any, own_serv
         pytest.skip("this engine computes in one process")
     async with open_line(own_server, timeout=GIVEN_UP) as line:
         asked = asyncio.create_task(line.ask(PROMPT, max_new_tokens=400))
-        await until_in_flight(line)
+        await line.in_hand()
         workers[-1].send_signal(signal.SIGKILL)
         with pytest.raises(InfrastructureError):
             await asked

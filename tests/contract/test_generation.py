@@ -142,7 +142,7 @@ async def test_an_answer_that_is_cut_goes_on_where_it_ended(line: Line) -> None:
     """By the id that the engine knows the request by; a wrong one would be answered 200, and cut nothing."""
     most = line.subject.long
     asked = asyncio.create_task(line.ask(PROMPT, max_new_tokens=most, rid="cut-in-the-middle"))
-    await in_hand(line, 1)
+    await line.in_hand()
     await line.link.control.abort(["cut-in-the-middle.1"], timeout=HUNG)
     answer = await asked
     assert (answer.output_len, answer.interruptions, answer.stop_reason) == (most, 1, StopReason.LENGTH)
@@ -153,19 +153,14 @@ async def test_an_answer_that_is_cut_goes_on_where_it_ended(line: Line) -> None:
 async def test_an_answer_that_nobody_waits_for_is_given_up(line: Line) -> None:
     """Its tokens would be written for nobody: it is over while a shorter one beside it is still written."""
     abandoned, other = (asyncio.create_task(line.ask(PROMPT, max_new_tokens=n)) for n in (600, line.subject.long))
-    await in_hand(line, 2)
+    await line.in_hand(2)
     abandoned.cancel()
-    await in_hand(line, 1)
+    async with asyncio.timeout(HUNG):
+        while (await line.link.control.health(timeout=HUNG)).in_flight > 1:  # noqa: ASYNC110  # another process
+            await asyncio.sleep(0.01)
     assert not other.done()
     assert (await other).output_len == line.subject.long
     assert abandoned.cancelled()
-
-
-async def in_hand(line: Line, count: int) -> None:
-    """Return once the server says that it has ``count`` requests."""
-    async with asyncio.timeout(HUNG):
-        while (await line.link.control.health(timeout=HUNG)).in_flight != count:  # noqa: ASYNC110  # another process
-            await asyncio.sleep(0.01)
 
 
 async def test_without_the_token_nothing_is_answered(line: Line) -> None:

@@ -42,9 +42,7 @@ async def test_memory_is_lent_and_taken_back_or_refused(line: Line) -> None:
 async def test_memory_is_not_taken_from_running_requests(line: Line) -> None:
     """Nor is anything broken where it cannot be lent at all."""
     asked = asyncio.create_task(line.ask(PROMPT, max_new_tokens=line.subject.long))
-    async with asyncio.timeout(HUNG):
-        while (await line.link.control.health(timeout=HUNG)).in_flight < 1:  # noqa: ASYNC110  # another process
-            await asyncio.sleep(0.01)
+    await line.in_hand()
     with pytest.raises(RequestError):
         await memory_of(line.link.control, line.server.name).release_memory(
             incarnation=0, keep_weights=True, timeout=HUNG

@@ -36,13 +36,6 @@ def mode(request: pytest.FixtureRequest, capabilities: Capabilities) -> Interrup
     return asked
 
 
-async def running(line: Line, count: int = 1) -> None:
-    """Return once the server has ``count`` requests in hand."""
-    async with asyncio.timeout(HUNG):
-        while (await line.link.control.health(timeout=HUNG)).in_flight < count:  # noqa: ASYNC110  # another process
-            await asyncio.sleep(0.01)
-
-
 @pytest.mark.parametrize("transport", [kind for kind in TransportKind if kind is not TransportKind.IPC])
 async def test_after_an_update_the_server_has_the_trainers_weights(
     open_line: Any, server: ServerProcess, transport: TransportKind
@@ -81,7 +74,7 @@ async def test_an_update_in_the_middle_of_an_answer(open_line: Any, server: Serv
         after = line.prepare()
         most = line.subject.long
         asked = asyncio.create_task(line.ask(PROMPT, max_new_tokens=most))
-        await running(line)
+        await line.in_hand()
         await line.publish(after)
         answer: ModelResponse = await asked
         assert answer.output_len == most
@@ -106,7 +99,7 @@ async def test_a_new_request_never_uses_the_old_prefix(
         await line.ask(LONG, max_new_tokens=2)
         after = line.prepare()
         other = asyncio.create_task(line.ask([*LONG, 9], max_new_tokens=64))
-        await running(line)
+        await line.in_hand()
         await line.publish(after)
         answer = await line.ask(LONG, max_new_tokens=16)
         await other
@@ -133,7 +126,7 @@ async def test_a_stop_string_that_an_update_cuts_still_ends_the_answer(
         line.trainer.made[after] = line.trainer.weights(line.version)
         before = line.channel.statistics().interrupted_requests
         asked = asyncio.create_task(line.ask(prompt, max_new_tokens=most, greedy=True, stop=(stop,)))
-        await running(line)
+        await line.in_hand()
         await line.publish(after)
         assert line.channel.statistics().interrupted_requests - before == (mode is not InterruptMode.DRAIN)
         answer = await asked
@@ -147,7 +140,7 @@ async def test_pause_and_resume_may_be_repeated(line: Line) -> None:
     control = line.link.control
     most = line.subject.long
     asked = asyncio.create_task(line.ask(PROMPT, max_new_tokens=most))
-    await running(line)
+    await line.in_hand()
     for _ in range(2):
         assert (await control.pause(incarnation=0, mode=InterruptMode.KEEP, timeout=HUNG)).paused
     assert (await control.health(timeout=HUNG)).paused
@@ -165,7 +158,7 @@ async def test_a_drain_that_overruns_is_withdrawn(line: Line) -> None:
     manifest = await line.trainer.export_weights(line.prepare(), 0)
     await control.stage(manifest, timeout=HUNG)
     asked = asyncio.create_task(line.ask(PROMPT, max_new_tokens=600))
-    await running(line)
+    await line.in_hand()
     moment = line.subject.moment
     with pytest.raises((WeightUpdateError, ServerUnavailable)):
         await control.commit(version=manifest.version, incarnation=0, mode=InterruptMode.DRAIN, timeout=moment)
