@@ -29,6 +29,7 @@ from areal_like.train.model import PolicyModel, Sampling, load_language_model
 from areal_like.train.parallel import Parallel, process_group
 from areal_like.train.parameters import ShardedParameters
 from areal_like.train.ppo import PpoUpdate
+from areal_like.train.stopwatch import Stopwatch
 from areal_like.weights.adapters import ADAPTER_A, ADAPTER_B
 
 pytestmark = [
@@ -211,3 +212,14 @@ def test_adapters_in_bfloat16_learn_as_in_float32_and_are_all_that_is_published(
         else:
             assert torch.equal(tensor, base[name]), name
     assert any(published[name].any() for name in published if name.endswith(ADAPTER_B))
+
+
+def test_rounds_are_timed_on_the_device(one_rank: Parallel) -> None:
+    watch = Stopwatch(one_rank.device)
+    matrix = torch.randn(4096, 4096, device="cuda")
+    for products in (1, 60):
+        with watch.round():
+            for _ in range(products):
+                matrix @ matrix
+    short, long = watch.seconds()
+    assert 0 < short < long and watch.seconds() == []

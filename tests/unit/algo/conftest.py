@@ -6,8 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import settings
 
 from areal_like.algo.terms import PolicyTerms
+
+settings.register_profile("unhurried", deadline=None)  # a busy machine is no fault of an example
+settings.load_profile("unhurried")
 
 MakeTerms = Callable[..., PolicyTerms]
 

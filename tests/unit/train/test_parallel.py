@@ -1,4 +1,4 @@
-"""Real ranks give what one gives: weights, figures, and decisions to skip; and read each other's snapshots."""
+"""Real ranks give what one gives: gradients, weights, figures, decisions to skip; and read each other's snapshots."""
 
 import json
 import math

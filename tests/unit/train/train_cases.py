@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -207,6 +208,13 @@ def weights_of(engine: TrainEngine) -> dict[str, np.ndarray]:
     return {name: tensor.to(torch.float64).cpu().numpy().copy() for name, tensor in engine.named_weights()}
 
 
+def learned_by(engine: TrainEngine) -> dict[str, np.ndarray]:
+    """Weights, and AdamW's means of the gradients so far, in which a wrong scale shows: whole, as private copies."""
+    means = {key: tensor for key, tensor in engine.state().items() if key.startswith("mean/")}
+    whole = {key: t.full_tensor() if isinstance(t, DTensor) else t for key, t in means.items()}
+    return weights_of(engine) | {key: tensor.to(torch.float64).cpu().numpy().copy() for key, tensor in whole.items()}
+
+
 def _actor(**changes) -> ActorConfig:
     return ActorConfig.model_validate({"optimizer": {"lr": 3e-3}, "ppo_n_minibatches": 2} | changes)
 
@@ -214,7 +222,7 @@ def _actor(**changes) -> ActorConfig:
 def _run(parallel, folder: Path, actor: ActorConfig, batch: Batch, rows, **kwargs):
     engine = build_engine(folder, parallel, actor, **kwargs)
     report = run_update(engine, actor, batch, rows)
-    return weights_of(engine), report.metrics
+    return learned_by(engine), report.metrics
 
 
 def uneven_rows(parallel, folder: Path):
@@ -295,7 +303,7 @@ def balanced_by_measured_seconds(parallel, folder: Path):
         mine = [members for part in plan.minibatches for members in part.micro_batches]
         watch.loads = [load_of([tags[i].length for i in members], "packed") for members in mine]
         report = update.run(batch)
-    return weights_of(engine), report.metrics
+    return learned_by(engine), report.metrics
 
 
 def replayed_processors(parallel, folder: Path):
@@ -353,9 +361,9 @@ def supervised(parallel, folder: Path):
 def _helped(parallel, folder: Path, actor: ActorConfig, companions: Companions, data):
     engine = build_engine(folder, parallel, actor)
     report = run_update(engine, actor, *data, companions)
-    weights = weights_of(engine)
+    weights = learned_by(engine)
     if companions.critic is not None:
-        weights |= {f"critic.{name}": value for name, value in weights_of(companions.critic.engine).items()}
+        weights |= {f"critic.{name}": value for name, value in learned_by(companions.critic.engine).items()}
     return weights, report.metrics
 
 
