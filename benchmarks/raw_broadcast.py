@@ -98,13 +98,15 @@ def _send(buffer: torch.Tensor, parts: Sequence[int]) -> None:
 
 def _median(work: Callable[[], None], device: torch.device, times: int) -> float:
     readings = []
+    # NCCL would guess the device from the rank, and the two would wait on different ones
+    own = [device.index] if device.type == "cuda" else None
     for _ in range(times + 1):
-        dist.barrier()
+        dist.barrier(device_ids=own)
         began = time.perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        dist.barrier()
+        dist.barrier(device_ids=own)
         readings.append(time.perf_counter() - began)
     return median(readings[1:])
 

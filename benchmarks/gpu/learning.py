@@ -162,7 +162,8 @@ def plot(result: Mapping[str, Any], out: Path) -> str:
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    runs = {**(result.get("timed") or {}), **(result.get("side by side") or {})}
+    parts = (result.get("timed"), result.get("side by side"))
+    runs = {name: run for part in parts if isinstance(part, dict) for name, run in part.items()}
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), sharey=True)
     for name, run in sorted(runs.items()):
         if not isinstance(run, dict) or "reward" not in run:
