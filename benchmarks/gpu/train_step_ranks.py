@@ -77,6 +77,7 @@ def child(rank: int, ranks: int, meeting: str, shape: str, seconds: float) -> No
             torch._dynamo.reset()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
+        _over(parallel, end)  # nobody leaves while another still sends
 
 
 def _over(parallel: Parallel, end: float) -> bool:
