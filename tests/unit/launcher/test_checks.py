@@ -141,6 +141,7 @@ def test_the_second_servers_port_is_looked_at_too() -> None:
         ({"train_dataset": {"batch_size": 9}}, LAPTOP, "8 rows for a batch of 9 groups"),
         ({"rollout": {"host": "0.0.0.0"}}, LAPTOP, "can be reached from other machines"),
         ({"rollout": {"max_concurrent_rollouts": 4, "max_head_offpolicyness": 0}}, LAPTOP, "in several rounds"),
+        ({"gconfig": {"n_samples": 1, "max_new_tokens": 8}}, LAPTOP, "every advantage is 0"),
         ({"actor": {"backend": "fsdp:d2"}}, Machine(cores=8, gpus=2), "would use 3 GPUs and 2 are here"),
     ],
 )
