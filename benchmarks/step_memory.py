@@ -56,18 +56,19 @@ class Resident:
         return self.weights + self.gradients + self.optimizer
 
 
-def resident(what: str, dtype: torch.dtype, parameters: int, *, optimizer: bool = True) -> Resident:
-    """Of a way to train (see ``Request.what``) on ``parameters`` weights, computing in ``dtype``.
+def resident(what: str, dtype: torch.dtype, parameters: int, *, optimizer: bool = True, shards: int = 1) -> Resident:
+    """Of a way to train (see ``Request.what``) on ``parameters`` weights, computing in ``dtype``; on each of ``shards``
 
-    A copy of float32 weights in ``dtype``, which we keep and autocast makes anew in every forward pass and keeps for
-    the backward pass, counts as weights in both.
+    ranks that share one model. A copy of float32 weights in ``dtype``, which we keep and autocast makes anew in every
+    forward pass and keeps for the backward pass, counts as weights in both; what shards gather for a layer does not.
     """
     size = dtype.itemsize
-    copies = 0 if dtype == torch.float32 else size
+    copies = 0 if dtype == torch.float32 or shards > 1 else size
     weights = size if what == "hf" else _FLOAT32 + copies
     gradients = size if what in ("hf", "hf-masters") else _FLOAT32
     moments = _MOMENTS if optimizer and what != "hf" else 0
-    return Resident(weights=weights * parameters, gradients=gradients * parameters, optimizer=moments * parameters)
+    own = parameters // shards
+    return Resident(weights=weights * own, gradients=gradients * own, optimizer=moments * own)
 
 
 def memory_on_cuda(held: Resident) -> dict[str, Any]:

@@ -106,7 +106,8 @@ def measure(request: Request, parallel: Parallel) -> dict[str, Any]:
     rows, lengths = rows_of(request)
     written = written_tokens(rows)
     passes = 4.0 if request.what == "ours" and request.prox == "recompute" else 3.0
-    held = resident(request.what, getattr(torch, request.dtype), shape.parameters, optimizer=request.optimizer)
+    dtype = getattr(torch, request.dtype)
+    held = resident(request.what, dtype, shape.parameters, optimizer=request.optimizer, shards=max(parallel.shards, 1))
     around = our_update(request, parallel) if request.what == "ours" else plain_update(request)
     with around as update:
         seconds, readings, first = median_seconds(update, request.device, request.repeats)
