@@ -2,6 +2,7 @@
 
     python benchmarks/gpu/train_step.py [--shapes 0.5b 1.5b 7b] [--seconds 300] [--out FILE]
     python benchmarks/gpu/train_step.py --quick        # does it run? seconds, also without a GPU
+    python benchmarks/gpu/train_step.py --show FILE    # tables
 
 Llama shapes with random weights, bf16 compute, float32 master weights. For every shape, in a process of its own: ours
 with rows of 2,048 tokens and with rows of very different lengths, the whole update with its prox pass, the same without
@@ -204,6 +205,25 @@ def measure_all(shapes: Sequence[str], seconds: float, out: Path | None, only: S
                 out.write_text(json.dumps(found, indent=2))
 
 
+def show(found: dict[str, Any]) -> None:
+    """The readings of a file as tables."""
+    print("| shape | reading | tokens/s | MFU | peak GB | above weights, gradients and moments |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for answer in found["readings"]:
+        name = f"| {answer.get('shape', '')} | {answer['name']}"
+        if "mfu" in answer:
+            memory = f"{answer['peak_gb']:.1f} | {answer['above_resident_gb']:.1f}"
+            print(f"{name} | {answer['tokens_per_second'] / 1e3:.1f}k | {answer['mfu']:.2f} | {memory} |")
+        elif "kinds_ms" not in answer:
+            print(f"{name} | {line_of(answer, 1.0)} | | | |")
+    for answer in found["readings"]:
+        if "kinds_ms" in answer:
+            idle, wall = answer["idle_without_profiler_ms"], answer["wall_without_profiler_ms"]
+            kinds = ", ".join(f"{kind} {ms:.0f}" for kind, ms in answer["kinds_ms"].items())
+            print(f"\n{answer['shape']}, {answer['name']}: {wall:.0f} ms: {kinds}; idle {idle:.0f}")
+            print("host: " + ", ".join(f"{part['name']} {part['ms']:.0f}" for part in answer["host"][:8]))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=["0.5b", "1.5b", "7b"])
@@ -211,11 +231,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="*", default=[], help="names of readings; default: all")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--show", type=Path, help="print the tables of a file that was written before")
     parser.add_argument("--list", action="store_true", help="show what would be measured")
     parser.add_argument("--quick", action="store_true", help="a tiny shape, seconds, on a CPU where there is no GPU")
     given = parser.parse_args()
     if given.quick:
         given.shapes = ["tiny"]
+    if given.show:
+        show(json.loads(given.show.read_text()))
+        return 0
     if given.child:
         return child(given.child, given.seconds, given.only)
     if given.list:
