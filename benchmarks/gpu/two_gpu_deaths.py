@@ -117,15 +117,16 @@ async def _kill_and_wait(bench: Bench, line: Line, server: Server) -> dict[str, 
         except WeightUpdateError as error:
             told = str(error)
     ended = time.monotonic()
-    work = _device_seconds(line.policy)
-    works = work is not None
+    done = _trainer_works(line.policy)
+    works, free = [*done, None, None][:2]
     return {
         "version": version,
         "killed_while_sending": bool(killed) and told != "it was published",
         "told": told[:600],
         "seconds_until_publish_ended": ended - killed[0] if killed else None,
-        "seconds_until_device_free": time.monotonic() - killed[0] if killed and works else None,
-        "trainer_works": works,
+        "seconds_until_trainer_works": works - killed[0] if killed and works else None,
+        "seconds_until_device_free": free - killed[0] if killed and free else None,
+        "trainer_works": free is not None,
     }
 
 
@@ -137,20 +138,20 @@ async def _export_again(line: Line, version: int) -> float:
     return time.monotonic() - began
 
 
-def _device_seconds(policy: Policy) -> float | None:
-    """Seconds for some work on the trainer's device; None where it does not end."""
+def _trainer_works(policy: Policy) -> list[float]:
+    """When a forward pass on the trainer's device had ended, and when all of its streams had; fewer where one hangs."""
     done: list[float] = []
 
     def work() -> None:
-        began = time.monotonic()
-        policy.logprobs([5, 6, 7], [8, 9])
+        policy.logprobs([5, 6, 7], [8, 9])  # waits for its own stream alone
+        done.append(time.monotonic())
         policy.wait()
-        done.append(time.monotonic() - began)
+        done.append(time.monotonic())
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(PATIENCE)
-    return done[0] if done else None
+    return done
 
 
 async def _rejoin(bench: Bench, line: Line, server: Server) -> dict[str, Any]:
