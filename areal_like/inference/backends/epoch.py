@@ -18,6 +18,10 @@ class ServerEpoch:
         self.version = -1
         self.commits = 0
         self.updating = False
+        #: of an update: the live weights may be changing
+        self.loading = False
+        #: where answers tell no versions: requests that have no answer yet -> (commits, version) as they were posted
+        self.posted: dict[str, tuple[int, int]] = {}
         #: False where a seeded request would end the server
         self.seeds = True
 
@@ -30,15 +34,29 @@ class ServerEpoch:
         return f"{rid}.alone" if self.updating else version_label(self.incarnation, self.version)
 
     def begin(self) -> None:
-        """An update may touch the live weights from here on."""
-        self.updating = True
+        """An update is under way from here on."""
+        self.updating, self.loading = True, False
         self.commits += 1
+
+    def load(self) -> None:
+        """It may touch the live weights from here on."""
+        self.loading = True
 
     def end(self, incarnation: int, version: int) -> None:
         """The server runs again, under this version."""
         self.incarnation, self.version = incarnation, version
-        self.updating = False
+        self.updating = self.loading = False
 
     def withdraw(self) -> None:
         """The update was given up with the old weights untouched; old prefix KV is still good."""
-        self.updating = False
+        if self.updating and not self.loading:
+            self.commits -= 1
+        self.updating = self.loading = False
+
+    def unchanged_since(self, commits: int, *, cut: bool) -> bool:
+        """Whether an answer that is read now was written under the weights of when ``commits`` were counted.
+
+        ``cut``: it was ended by an update, thus by the first that it met; another may not have passed it unseen.
+        """
+        passed = self.commits - commits
+        return passed == 0 or (passed == 1 and (cut or (self.updating and not self.loading)))

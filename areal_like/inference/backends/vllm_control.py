@@ -37,6 +37,8 @@ from areal_like.inference.backends.vllm_memory import VllmMemory
 
 #: seconds between two looks at a staging: first, and at most
 _FIRST_LOOK, _LONGEST_LOOK = 0.01, 0.2
+#: seconds that a drained answer may take from the server to us
+_COLLECTED = 1.0
 #: seconds for putting things right after a call that failed
 _MEND_TIMEOUT = 10.0
 #: pause calls by mode where the server reports spans...
@@ -232,6 +234,9 @@ class VllmControl:
         try:
             if self._memory.lent.serves:
                 await self._http.post(self._pauses[mode], timeout=timeout)
+            if mode is InterruptMode.DRAIN:
+                await self._collect()
+            self._epoch.load()
             label = {"weight_version": version_label(incarnation, version)}
             await self._http.post("/finish_weight_update", label, timeout=max(deadline - time.monotonic(), 0.1))
             status = await self._status(timeout=max(deadline - time.monotonic(), 0.1))
@@ -245,6 +250,17 @@ class VllmControl:
         self._memory.lent.updated()
         await self._run(timeout=max(deadline - time.monotonic(), _MEND_TIMEOUT))
         return status
+
+    async def _collect(self) -> None:
+        """Answers that a drain has waited for may still be on their way; later, nobody could tell their version.
+
+        What has no answer by then failed, or waits for the new weights.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_COLLECTED):
+                while self._epoch.posted:  # noqa: ASYNC110  # many may be on their way; one event each costs more
+                    await asyncio.sleep(_FIRST_LOOK)
+        self._epoch.posted.clear()
 
     async def _undo(self) -> str:
         """Resume a server whose update failed, if its weights are whole; what was done, in words."""

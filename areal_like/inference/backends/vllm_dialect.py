@@ -117,12 +117,11 @@ class CompletionsDialect:
 
     def __init__(self, epoch: ServerEpoch) -> None:
         self._epoch = epoch
-        self._posted: dict[str, tuple[int, int]] = {}
 
     def generate(self, body: GenerateBody) -> HttpCall:
         if self._epoch.updating:
             raise ServerBusy("an update is under way")
-        self._posted[body.rid] = (self._epoch.commits, self._epoch.version)
+        self._epoch.posted[body.rid] = (self._epoch.commits, self._epoch.version)
         self._forget()
         content = {
             **sampling_params(body.sampling, seeds=self._epoch.seeds),
@@ -136,11 +135,10 @@ class CompletionsDialect:
         return HttpCall(path="/v1/completions", content=_json(content))
 
     def read(self, body: GenerateBody, content: bytes) -> Segment:
-        posted = self._posted.pop(body.rid, None)
+        posted = self._epoch.posted.pop(body.rid, None)
         choice = _only_choice(_CompletionAnswer, content)
-        # an update ends what runs: what it cut was written before it, unless another had passed while it was on its way
-        most = 1 if choice.finish_reason == "abort" else 0
-        if posted is None or self._epoch.commits - posted[0] > most:
+        cut = choice.finish_reason == "abort"
+        if posted is None or not self._epoch.unchanged_since(posted[0], cut=cut):
             raise ServerUnavailable("an update passed while it answered: nobody can tell which version wrote it")
         version = posted[1]
         tokens = choice.token_ids or []
@@ -150,13 +148,13 @@ class CompletionsDialect:
         return _segment(tokens, logprobs, spans, choice.finish_reason)
 
     def abort(self, rid: str) -> HttpCall:
-        self._posted.pop(rid, None)
+        self._epoch.posted.pop(rid, None)
         return HttpCall(path="/abort_requests", content=_json({"request_ids": [completion_id(rid)]}))
 
     def _forget(self) -> None:
         """Requests that failed leave their note behind; the oldest go first."""
-        while len(self._posted) > _MOST_POSTED:
-            del self._posted[next(iter(self._posted))]
+        while len(self._epoch.posted) > _MOST_POSTED:
+            del self._epoch.posted[next(iter(self._epoch.posted))]
 
 
 #: requests in flight at one server that are remembered; far above what one serves

@@ -174,6 +174,28 @@ async def test_without_spans_what_runs_is_cut(vllm: FakeVllm) -> None:
     assert "/pause?mode=abort" in vllm.calls
 
 
+async def test_without_spans_a_drain_collects_its_answers_before_it_loads(vllm: FakeVllm) -> None:
+    """They come on connections of their own, perhaps after the pause has said that all is drained."""
+    async with connected(vllm, spans=False) as control:
+        await control.stage(manifest(1), timeout=5)
+        control._epoch.posted["r.1"] = (control._epoch.commits, 0)
+        committed = asyncio.create_task(control.commit(version=1, incarnation=0, mode=DRAIN, timeout=5))
+        while "/pause?mode=wait" not in vllm.calls:  # noqa: ASYNC110  # the server's side
+            await asyncio.sleep(0.01)
+        commits, _ = control._epoch.posted.pop("r.1")
+        assert control._epoch.unchanged_since(commits, cut=False)
+        assert "/finish_weight_update" not in vllm.calls
+        assert (await committed).version == 1
+
+
+async def test_without_spans_a_drain_waits_for_no_answer_that_never_comes(vllm: FakeVllm) -> None:
+    async with connected(vllm, spans=False) as control:
+        await control.stage(manifest(1), timeout=5)
+        control._epoch.posted["failed.1"] = (control._epoch.commits, 0)
+        assert (await control.commit(version=1, incarnation=0, mode=DRAIN, timeout=5)).version == 1
+        assert control._epoch.posted == {}
+
+
 @pytest.mark.parametrize(("spans", "dialect"), [(True, VllmDialect), (False, CompletionsDialect)])
 async def test_control_and_dialect_abort_by_the_same_id(vllm: FakeVllm, spans: bool, dialect: Any) -> None:
     """An unknown id is answered 200, and ends nothing."""

@@ -149,6 +149,7 @@ def test_without_spans_an_answer_that_came_through_an_update_unseen_is_not_guess
     dialect.generate(body())
     for version in (4, 5):
         epoch.begin()
+        epoch.load()
         epoch.end(0, version)
     with pytest.raises(ServerUnavailable, match="which version wrote it"):
         dialect.read(body(), completion(finish_reason))
@@ -159,13 +160,28 @@ def test_without_spans_an_answer_that_nobody_asked_for_is_not_guessed() -> None:
         CompletionsDialect(epoch_at(3)).read(body(), completion("abort"))
 
 
-def test_without_spans_an_answer_across_an_update_is_not_guessed() -> None:
+@pytest.mark.parametrize("withdrawn", [False, True])
+def test_without_spans_an_answer_that_comes_before_loading_is_of_the_version_before(withdrawn: bool) -> None:
+    """A drain waits for it; an update that is given up before it loads has changed nothing."""
+    epoch = epoch_at(3)
+    dialect = CompletionsDialect(epoch)
+    dialect.generate(body())
+    epoch.begin()
+    if withdrawn:
+        epoch.withdraw()
+    assert dialect.read(body(), completion()).output.spans == [VersionSpan(version=3, start=0, end=2)]
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_without_spans_an_answer_across_an_update_is_not_guessed(ended: bool) -> None:
     epoch = epoch_at(3)
     dialect = CompletionsDialect(epoch)
     dialect.generate(body())
     epoch.begin()
     with pytest.raises(ServerBusy):
         dialect.generate(body())
-    epoch.end(0, 4)
+    epoch.load()
+    if ended:
+        epoch.end(0, 4)
     with pytest.raises(ServerUnavailable, match="which version wrote it"):
         dialect.read(body(), completion())
