@@ -11,6 +11,9 @@ an accident of at most 2^-66: half a product's bits are at stake at least, since
 bits, two flips of their highest bits would cancel always.) It is no cryptography: it guards against accidents, as
 transports between processes of one run need it. CPU and CUDA give the same digests.
 
+On CUDA one Triton kernel reads the bytes once (:mod:`areal_like.weights.digest_kernel`), after it gave the digests of
+plain torch here, in this process and on this device; where it does not, plain torch does it.
+
 Sums are gathered on the device and read once for many tensors: :class:`DeviceDigests` waits for the device only in
 :meth:`~DeviceDigests.read`.
 """
@@ -18,10 +21,15 @@ Sums are gathered on the device and read once for many tensors: :class:`DeviceDi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import islice
 
 import torch
+
+_LOG = logging.getLogger(__name__)
 
 #: how such a digest starts, so that a verifier can tell it from SHA-256
 PREFIX = "dev1:"
@@ -36,6 +44,11 @@ _MASK = 2**64 - 1
 #: where the streams of pseudo-random numbers start: columns and rows of the two tables (digits of pi)
 _COLUMN_SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)
 _ROW_SEEDS = (0xA4093822299F31D0, 0x082EFA98EC4E6C89)
+#: bytes of the tensors that a kernel is tried on: no words, parts of a row, several programs' rows and a rest
+_TRIED = (1, 6, ROW_BYTES - 4, 40 * ROW_BYTES, 53 * ROW_BYTES + 1234, 16 * ROW_BYTES + 3)
+
+#: sums (int64 [n, 2]) of n tensors of bytes by the tables of columns and rows (``digest_kernel.RowSums``)
+Kernel = Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def is_device_digest(digest: str) -> bool:
@@ -49,8 +62,10 @@ class DeviceDigests:
     The tables stay: one object serves any number of versions (:meth:`read` starts anew).
     """
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str, *, kernel: Kernel | None = None, plain: bool = False) -> None:
+        """``kernel``: instead of the device's own; ``plain``: none at all."""
         self._device = torch.device(device)
+        self._kernel = kernel if kernel is not None or plain else tried_kernel(self._device)
         self._columns = _odd_numbers(_COLUMN_SEEDS, 0, ROW_WORDS, self._device)
         self._rows = torch.empty(2, 0, dtype=torch.int64, device=self._device)
         self._sums: list[torch.Tensor] = []
@@ -62,19 +77,29 @@ class DeviceDigests:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def add(self, tensor: torch.Tensor) -> None:
-        """Digest ``tensor`` (any dtype and shape, on the device). Returns at once: the device works on."""
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        before = len(self._sums)
-        self._sum(flat)
-        header = _header(str(tensor.dtype).removeprefix("torch."), tensor.shape, flat.numel())
-        self._heads.append((header, len(self._sums) - before))
+    def add(self, *tensors: torch.Tensor) -> None:
+        """Digest ``tensors`` (any dtype and shape, on the device). Returns at once: the device works on.
+
+        Many at once are cheaper than one by one.
+        """
+        flats = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+        for tensor, flat in zip(tensors, flats, strict=True):
+            before = len(self._sums)
+            if self._kernel is None:
+                self._sum(flat)
+            count = len(self._sums) - before if self._kernel is None else min(flat.numel(), 1)
+            header = _header(str(tensor.dtype).removeprefix("torch."), tensor.shape, flat.numel())
+            self._heads.append((header, count))
+        there = [flat for flat in flats if flat.numel()]
+        if self._kernel is not None and there:
+            self._grow(max(flat.numel() for flat in there) // ROW_BYTES + 1)
+            self._sums.append(self._kernel(there, self._columns, self._rows))
 
     def read(self) -> tuple[str, ...]:
         """The digests of all tensors since the last call. Waits for the device once."""
         heads, self._heads = self._heads, []
         sums, self._sums = self._sums, []
-        found = iter(torch.stack(sums).cpu().tolist() if sums else ())
+        found = iter(torch.cat(sums).cpu().tolist() if sums else ())
         digests = []
         for (first, second), count in heads:
             for parts in islice(found, count):
@@ -83,7 +108,7 @@ class DeviceDigests:
         return tuple(digests)
 
     def _sum(self, flat: torch.Tensor) -> None:
-        """Sums (int64 [2]) of parts of uint8 [n]; they are added up on the host, which saves the device small steps."""
+        """Sums (int64 [1, 2]) of parts of uint8 [n]; they are added up on the host, which saves the device small steps."""
         rows = flat.numel() // ROW_BYTES
         self._grow(rows + 1)
         for start in range(0, rows, _CHUNK_ROWS):
@@ -96,12 +121,12 @@ class DeviceDigests:
             self._sums.append(self._rows_sum(padded, rows))
 
     def _rows_sum(self, part: torch.Tensor, first: int) -> torch.Tensor:
-        """int64 [2] of whole rows, the first of which is row ``first`` of its tensor."""
+        """int64 [1, 2] of whole rows, the first of which is row ``first`` of its tensor."""
         if part.data_ptr() % 4 or part.storage_offset() % 4:
             part = part.clone()  # words must lie at multiples of their size
         words = part.view(torch.int32).view(-1, 1, ROW_WORDS)
         sums = (words * self._columns).sum(dim=2)  # [rows, 2]
-        return (sums * self._rows[:, first : first + len(sums)].t()).sum(dim=0)
+        return (sums * self._rows[:, first : first + len(sums)].t()).sum(dim=0, keepdim=True)
 
     def _grow(self, rows: int) -> None:
         known = self._rows.shape[1]
@@ -115,6 +140,46 @@ def device_digest(tensor: torch.Tensor) -> str:
     digests = DeviceDigests(tensor.device)
     digests.add(tensor)
     return digests.read()[0]
+
+
+@cache
+def tried_kernel(device: torch.device) -> Kernel | None:
+    """The kernel of ``device``, if it gave the digests of plain torch there; tried once in a process. Waits."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+
+    def make() -> Kernel:
+        from areal_like.weights.digest_kernel import RowSums
+
+        return RowSums(device)
+
+    return tried(make, device)
+
+
+def tried(make: Callable[[], Kernel], device: torch.device) -> Kernel | None:
+    """What ``make`` makes, unless that fails or :func:`agrees` says no: then None, and a line in the log."""
+    try:
+        kernel = make()
+        if agrees(kernel, device):
+            return kernel
+        trouble = "its digests differ"
+    except Exception as error:  # compilers fail in many ways; plain torch does the same, only slower
+        trouble = f"{type(error).__name__}: {error}"
+    _LOG.warning("weights on %s are digested by plain torch, since the fused kernel fails: %s", device, trouble)
+    return None
+
+
+def agrees(kernel: Kernel, device: torch.device) -> bool:
+    """``kernel`` gives the digests of plain torch for random tensors of awkward lengths and places. Waits."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(0, 256, (sum(_TRIED) + len(_TRIED),), dtype=torch.uint8, generator=generator).to(device)
+    tensors = [part[1:] for part in drawn.split([1 + nbytes for nbytes in _TRIED])]
+    tensors += [torch.full((3 * ROW_WORDS,), -(2**31), dtype=torch.int32, device=device)]
+    ours, plain = DeviceDigests(device, kernel=kernel), DeviceDigests(device, plain=True)
+    for digests in (ours, plain):
+        digests.add(*tensors)
+        digests.add(tensors[-1])
+    return ours.read() == plain.read()
 
 
 def _header(dtype: str, shape: Sequence[int], nbytes: int) -> tuple[int, int]:

@@ -29,10 +29,11 @@ class Recorder:
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
         """As a model's."""
+        came = list(weights)
+        self._digests.add(*(tensor for _, tensor in came))
         passed: list[tuple[str, torch.Tensor]] = []
-        for name, tensor in weights:
+        for name, tensor in came:
             self._heads.append((name, dtype_name(tensor.dtype), tuple(tensor.shape)))
-            self._digests.add(tensor)
             if name in self._kept:
                 self.copies[name] = tensor.clone()  # what arrived lies in a bucket that is used again
             if name not in self._held_back:
