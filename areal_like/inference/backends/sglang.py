@@ -74,6 +74,7 @@ _CPU_DEFAULTS: Mapping[str, Any] = {
     "cuda_graph_backend_prefill": "disabled",
     "max_total_tokens": 16384,
     "sleep_on_idle": True,
+    "watchdog_timeout": 3600,  # it ends a server whose step takes minutes: where memory is short that is no hang
     "mem_fraction_static": 0.95,  # of what is free, which others change while it loads; tokens are the limit
 }
 

@@ -32,6 +32,8 @@ def test_a_server_on_a_cpu_has_neither_graphs_nor_kernels() -> None:
     assert given["--attention-backend"] == "torch_native"
     assert given["--cuda-graph-backend-decode"] == "disabled"
     assert "--disable-overlap-schedule" in given
+    assert "--sleep-on-idle" in given  # an idle scheduler would keep a core busy
+    assert int(given["--watchdog-timeout"]) >= 3600  # a step that takes minutes is no hang
     assert SglangBackend().command(spec(), token="t").environment["SGLANG_USE_CPU_ENGINE"] == "1"
 
 
