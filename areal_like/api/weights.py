@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class TransportKind(StrEnum):
@@ -57,7 +57,11 @@ class Manifest(_Wire):
 
 
 class CommitReceipt(_Wire):
-    """A server's word that it serves ``version``: ``digest`` is computed from the tensors it holds now."""
+    """A server's word that it serves ``version``: ``digest`` is computed from the tensors it holds now.
+
+    ``seconds_by_part``: where an engine can tell, what the pause was for, by names of its own; they may nest
+    (``load`` and ``load.verify``).
+    """
 
     server: str
     incarnation: int
@@ -67,3 +71,4 @@ class CommitReceipt(_Wire):
     seconds_staged: float
     seconds_paused: float
     interrupted_requests: int
+    seconds_by_part: dict[str, float] = Field(default_factory=dict)

@@ -108,7 +108,7 @@ class DeviceDigests:
         return tuple(digests)
 
     def _sum(self, flat: torch.Tensor) -> None:
-        """Sums (int64 [1, 2]) of parts of uint8 [n]; they are added up on the host, which saves the device small steps."""
+        """Sums (int64 [1, 2]) of parts of uint8 [n]; they are added up on the host: fewer small steps."""
         rows = flat.numel() // ROW_BYTES
         self._grow(rows + 1)
         for start in range(0, rows, _CHUNK_ROWS):

@@ -3,10 +3,12 @@
 An update:
 
     start, update{stage} --> workers fetch and verify in the background, generation goes on --> status: staged
-    pause (by mode) --> finish (load, refresh tied heads) + label --> status: applied --> resume
+    pause (by mode) --> finish (load, refresh tied heads) + label --> resume --> status: applied
 
-Nothing touches the live weights before the pause. If ``finish`` fails, the workers say whether it had begun to load: if
-not, the server runs on as it was; if so, it stays paused and leaves the rotation, and the next whole update mends it.
+Nothing touches the live weights before the pause, and nothing but these three calls is made while it lasts: ``finish``
+answers well only if every worker has loaded and verified what it had staged. If it fails, the workers say whether it
+had begun to load: if not, the server runs on as it was; if so, it stays paused and leaves the rotation, and the next
+whole update mends it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -39,6 +42,8 @@ from areal_like.inference.backends.vllm_memory import VllmMemory
 _FIRST_LOOK, _LONGEST_LOOK = 0.01, 0.2
 #: seconds that a drained answer may take from the server to us
 _COLLECTED = 1.0
+#: the parts of a pause
+_PARTS = ("pause", "load", "resume")
 #: seconds for putting things right after a call that failed
 _MEND_TIMEOUT = 10.0
 #: pause calls by mode where the server reports spans...
@@ -69,6 +74,7 @@ class WorkerStatus(BaseModel):
     logprobs_mode: str
     seeds: bool
     sleeps: bool = False
+    parts: dict[str, float] = {}
 
 
 class VllmControl:
@@ -166,16 +172,17 @@ class VllmControl:
         before = await self._status(timeout=timeout)
         loaded = before.state == "applied" and not self._memory.lent.lost
         if loaded and (before.incarnation, before.version) == (incarnation, version):
-            return self._receipt(before, seconds_paused=0.0, interrupted=0)
+            self._epoch.end(incarnation, version)
+            return self._receipt(before, parts={}, interrupted=0)
         if before.state != "staged" or (before.staged_incarnation, before.staged_version) != (incarnation, version):
             raise WeightUpdateError(f"{self._name}: commit of version {version}: {_told(before)}; stage it first")
         in_flight, queued = await self._load(timeout=timeout)
-        started = time.monotonic()
         self._epoch.begin()
-        status = await self._swap(incarnation, version, mode, timeout=timeout)
+        parts = await self._swap(incarnation, version, mode, timeout=timeout)
+        status = await self._served(incarnation, version, timeout=timeout)
         self._epoch.end(incarnation, version)
         interrupted = 0 if mode is InterruptMode.DRAIN else in_flight + queued
-        return self._receipt(status, seconds_paused=time.monotonic() - started, interrupted=interrupted)
+        return self._receipt(status, parts=parts, interrupted=interrupted)
 
     async def abort(self, rids: Sequence[str], *, timeout: float) -> int:
         """vLLM counts the ids that it was given; those that had ended are among them."""
@@ -228,20 +235,20 @@ class VllmControl:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_LOOK)
 
-    async def _swap(self, incarnation: int, version: int, mode: InterruptMode, *, timeout: float) -> WorkerStatus:
-        """Pause, load, label, check, resume. Whatever fails before loading began is undone."""
+    async def _swap(self, incarnation: int, version: int, mode: InterruptMode, *, timeout: float) -> dict[str, float]:
+        """Pause, load and label, resume: seconds of each. Whatever fails before loading began is undone."""
         deadline = time.monotonic() + timeout
+        times = [time.monotonic()]
         try:
             if self._memory.lent.serves:
                 await self._http.post(self._pauses[mode], timeout=timeout)
             if mode is InterruptMode.DRAIN:
                 await self._collect()
             self._epoch.load()
+            times.append(time.monotonic())
             label = {"weight_version": version_label(incarnation, version)}
             await self._http.post("/finish_weight_update", label, timeout=max(deadline - time.monotonic(), 0.1))
-            status = await self._status(timeout=max(deadline - time.monotonic(), 0.1))
-            if status.state != "applied" or (status.incarnation, status.version) != (incarnation, version):
-                raise WeightUpdateError(f"version {version} was not loaded: {_told(status)}")
+            times.append(time.monotonic())
         except (ArealLikeError, asyncio.CancelledError) as error:
             told = await self._undo()
             if isinstance(error, asyncio.CancelledError):
@@ -249,7 +256,8 @@ class VllmControl:
             raise WeightUpdateError(f"{self._name}: commit of version {version}: {error}; {told}") from error
         self._memory.lent.updated()
         await self._run(timeout=max(deadline - time.monotonic(), _MEND_TIMEOUT))
-        return status
+        times.append(time.monotonic())
+        return {part: end - begin for part, (begin, end) in zip(_PARTS, pairwise(times), strict=True)}
 
     async def _collect(self) -> None:
         """Answers that a drain has waited for may still be on their way; later, nobody could tell their version.
@@ -261,6 +269,21 @@ class VllmControl:
                 while self._epoch.posted:  # noqa: ASYNC110  # many may be on their way; one event each costs more
                     await asyncio.sleep(_FIRST_LOOK)
         self._epoch.posted.clear()
+
+    async def _served(self, incarnation: int, version: int, *, timeout: float) -> WorkerStatus:
+        """The workers' word that they hold ``version``; a server that does not is stopped.
+
+        Raises:
+            WeightUpdateError: it holds another, whatever its label says.
+        """
+        status = await self._status(timeout=timeout)
+        if status.state == "applied" and (status.incarnation, status.version) == (incarnation, version):
+            return status
+        with suppress(ArealLikeError):
+            await self._http.post(self._pauses[InterruptMode.KEEP], timeout=_MEND_TIMEOUT)
+        raise WeightUpdateError(
+            f"{self._name}: commit of version {version}: it was not loaded: {_told(status)}; the server stays paused"
+        )
 
     async def _undo(self) -> str:
         """Resume a server whose update failed, if its weights are whole; what was done, in words."""
@@ -330,7 +353,9 @@ class VllmControl:
         in_flight, _ = await self._load(timeout=_MEND_TIMEOUT)
         return PauseAnswer(paused=paused, in_flight=in_flight, version=max(self._epoch.version, 0))
 
-    def _receipt(self, status: WorkerStatus, *, seconds_paused: float, interrupted: int) -> CommitReceipt:
+    def _receipt(self, status: WorkerStatus, *, parts: Mapping[str, float], interrupted: int) -> CommitReceipt:
+        """``parts``: seconds of the pause, one after the other."""
+        inside = {f"load.{part}": seconds for part, seconds in status.parts.items()} if parts else {}
         return CommitReceipt(
             server=self._name,
             incarnation=status.incarnation,
@@ -338,8 +363,9 @@ class VllmControl:
             digest=status.digest,
             bytes=status.bytes,
             seconds_staged=status.seconds,
-            seconds_paused=seconds_paused,
+            seconds_paused=sum(parts.values()),
             interrupted_requests=interrupted,
+            seconds_by_part={**parts, **inside},
         )
 
     def _check_flags(self, status: WorkerStatus) -> None:

@@ -28,6 +28,7 @@ from areal_like.api.weights import Manifest
 from areal_like.errors import WeightUpdateError
 from areal_like.inference.vllm_plugin import native
 from areal_like.inference.vllm_plugin.delivery import Delivery, Source, open_delivery
+from areal_like.inference.vllm_plugin.parts import Parts
 from areal_like.inference.vllm_plugin.receiver import Receiver, Staged
 from areal_like.inference.vllm_plugin.recorder import Recorder, comparable, first_difference
 from areal_like.weights.checkpoint import HEAD, Expected
@@ -76,6 +77,8 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._loaded: Manifest | None = None
         self._loaded_seconds = 0.0
         self._damaged = False
+        self._comparable: frozenset[str] | None = None
+        self._parts = Parts()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing is kept between two versions."""
@@ -108,12 +111,13 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             WeightUpdateError: nothing is staged (nothing was touched), or a tensor did not arrive in the model.
         """
         staged = self._receiver.take()
+        self._parts = Parts()
         if staged.delivery is not None:
             self._receive(staged.manifest, staged.delivery)
         else:
             self._damaged = True
             try:
-                _load(self.model, self.model_config, staged)
+                _load(self.model, self.model_config, staged, self._parts)
             except BaseException:
                 _put_back(self.model)
                 raise
@@ -156,6 +160,7 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             "bytes": described.total_bytes if described else 0,
             "seconds": staged.seconds if staged else self._loaded_seconds,
             "damaged": self._damaged,
+            "parts": self._parts.seconds,
             "pid": os.getpid(),
         }
 
@@ -184,10 +189,12 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 torch.cuda.synchronize()
                 _put_back(self.model)
             touched = self._damaged = True
+            self._parts.end("await")
             self._take(manifest, source)
 
         try:
             delivery.receive(take)
+            self._parts.end("leave")
         except BaseException:
             if touched:
                 torch.cuda.synchronize()
@@ -196,23 +203,25 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _take(self, manifest: Manifest, source: Source) -> None:
         assert self._digests is not None
-        tied = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
-        recorder = Recorder(
-            self.model,
-            self._digests,
-            kept=comparable(self.model, _COMPARED_BYTES),
-            held_back=frozenset({HEAD}) if tied else frozenset(),
-        )
+        tied, parts = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False)), self._parts
+        if self._comparable is None:
+            self._comparable = comparable(self.model, _COMPARED_BYTES)
+        held_back = frozenset({HEAD}) if tied else frozenset()
+        recorder = Recorder(self.model, self._digests, kept=self._comparable, held_back=held_back)
         try:
-            with torch.no_grad(), _reloaded(self.model, self.model_config, tied=tied):
+            with torch.no_grad(), _reloaded(self.model, self.model_config, tied=tied, parts=parts):
                 native.feed(source, recorder, manifest, self)
+                parts.end("load")  # handed to the device, which may still be at it
                 native.settle()
                 if not isinstance(source, SharedBuckets):
                     source.wait(_SETTLED)
+                parts.end("device")
                 recorder.verify(manifest)
+                parts.end("verify")
         finally:
             recorder.drop()
         _check_arrived(self.model, recorder.copies, recorder.loaded, tied=tied)
+        parts.end("check")
 
     def _newest(self) -> tuple[int, int]:
         return (self._loaded.incarnation, self._loaded.version) if self._loaded else (-1, -1)
@@ -224,7 +233,7 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._expected
 
 
-def _load(model: Any, model_config: Any, staged: Staged) -> None:
+def _load(model: Any, model_config: Any, staged: Staged, parts: Parts) -> None:
     """Reload ``model`` (a torch module with vLLM's ``load_weights``).
 
     Raises:
@@ -232,22 +241,26 @@ def _load(model: Any, model_config: Any, staged: Staged) -> None:
     """
     tied = bool(getattr(model_config.hf_config, "tie_word_embeddings", False))
     travelling = {name: tensor for name, tensor in staged.tensors.items() if not (tied and name == HEAD)}
-    with torch.no_grad(), _reloaded(model, model_config, tied=tied):
+    with torch.no_grad(), _reloaded(model, model_config, tied=tied, parts=parts):
         loaded = model.load_weights(iter(travelling.items()))
+        parts.end("load")
     small = {name: tensor for name, tensor in travelling.items() if tensor.nbytes <= _COMPARED_BYTES}
     _check_arrived(model, small, loaded, tied=tied)
+    parts.end("check")
 
 
 @contextmanager
-def _reloaded(model: Any, model_config: Any, *, tied: bool) -> Iterator[None]:
+def _reloaded(model: Any, model_config: Any, *, tied: bool, parts: Parts) -> Iterator[None]:
     """Around ``model.load_weights``: vLLM's layer-wise reload, and heads that follow their embedding."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     initialize_layerwise_reload(model)
+    parts.end("begin")
     yield
     finalize_layerwise_reload(model, model_config)
     for head in _tied_heads(model, tied=tied):
         head.quant_method.process_weights_after_loading(head)
+    parts.end("finalize")
 
 
 def _tied_heads(model: torch.nn.Module, *, tied: bool) -> Iterator[Any]:

@@ -68,11 +68,19 @@ def comparable(model: torch.nn.Module, largest: int) -> frozenset[str]:
 
 
 def first_difference(live: Mapping[str, torch.Tensor], sent: Mapping[str, torch.Tensor]) -> str:
-    """The first name under which both have tensors of one shape that differ; empty where none does. Waits once."""
-    names = [name for name, tensor in sent.items() if name in live and live[name].shape == tensor.shape]
-    same = [(live[name].detach() == sent[name].to(live[name].device, live[name].dtype)).all() for name in names]
-    verdicts: Sequence[bool] = torch.stack(same).tolist() if same else ()
-    return next((name for name, verdict in zip(names, verdicts, strict=True) if not verdict), "")
+    """The first name under which both have tensors of one shape that differ; empty where none does. Waits."""
+    pairs = {
+        name: (live[name].detach().reshape(-1), tensor.to(live[name].device, live[name].dtype).reshape(-1))
+        for name, tensor in sent.items()
+        if name in live and live[name].shape == tensor.shape
+    }
+    same = True
+    for dtype in {
+        ours.dtype for ours, _ in pairs.values()
+    }:  # two long tensors cost the device less than many short ones
+        ours, theirs = zip(*(pair for pair in pairs.values() if pair[0].dtype == dtype), strict=True)
+        same = torch.equal(torch.cat(ours), torch.cat(theirs)) and same
+    return "" if same else next(name for name, (ours, theirs) in pairs.items() if not torch.equal(ours, theirs))
 
 
 def _compare(manifest: Manifest, digests: Sequence[str]) -> None:

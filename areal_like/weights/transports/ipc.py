@@ -64,8 +64,16 @@ class BucketHandle:
             event_needed=bool(arguments[14]),
         )
 
+    @classmethod
+    def of_nothing(cls) -> BucketHandle:
+        """Of a bucket without bytes: CUDA has no handle for it."""
+        return cls(
+            nbytes=0, tensor_offset=0, device=0, handle=b"", storage_bytes=0, storage_offset=0, counter=b"",
+            counter_offset=0, event=b"", event_needed=False,
+        )  # fmt: skip
+
     def arguments(self) -> tuple[Any, ...]:
-        """Those of ``rebuild_cuda_tensor``; the inverse of :meth:`of_arguments`."""
+        """Those of ``rebuild_cuda_tensor``; the inverse of :meth:`of_arguments`. Of a bucket that has bytes."""
         return (
             torch.Tensor, torch.Size([self.nbytes]), (1,), self.tensor_offset, torch.storage.TypedStorage, torch.uint8,
             self.device, self.handle, self.storage_bytes, self.storage_offset, False, self.counter,
@@ -76,6 +84,8 @@ class BucketHandle:
         """The memory, mapped into this process. Raises WeightUpdateError where it is gone."""
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+        if not self.nbytes:
+            return torch.empty(0, dtype=torch.uint8, device=device)
         arguments = list(self.arguments())
         arguments[_DEVICE_ARGUMENT] = device.index or 0
         try:
@@ -175,7 +185,7 @@ class IpcWriter:
         keys = [(bucket.data_ptr(), bucket.numel()) for bucket in packed.buckets]
         for key, bucket in zip(keys, packed.buckets, strict=True):
             if key not in self._handles:
-                self._handles[key] = self._share(bucket)
+                self._handles[key] = self._share(bucket) if bucket.numel() else BucketHandle.of_nothing()
         self._handles = {key: self._handles[key] for key in keys}
         shared = SharedBuckets(
             gpu=self._gpu,
@@ -186,7 +196,11 @@ class IpcWriter:
         return make_manifest(version, incarnation, TransportKind.IPC, shared.location(), packed.entries)
 
     def close(self) -> None:
-        """The memory goes with the process: servers may still look at it."""
+        """The memory goes with the process: servers may still look at it.
+
+        Torch says "Producer process has been terminated before all shared CUDA tensors released" where one was killed
+        while it did, or does so at the end: its count of readers is never put right then, and nobody needs it.
+        """
 
 
 def share_bucket(bucket: torch.Tensor) -> BucketHandle:

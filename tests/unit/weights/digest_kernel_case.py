@@ -22,7 +22,7 @@ def many_at_once() -> None:
     bucket = drawn(100_000).view(torch.uint8)
     tensors = [
         drawn(300, 77, seed=1), torch.empty(0, 4), bucket[16 : 16 + 5 * ROW_BYTES], drawn(), bucket[6:20],
-        torch.full((5000,), -(2**63), dtype=torch.int64), drawn(64, 513, seed=2).t(), bucket[1:4], drawn(33, 1024, seed=3),
+        torch.full((5000,), -(2**63), dtype=torch.int64), drawn(64, 513, seed=2).t(), bucket[1:4],
     ]  # fmt: skip
     digests = DeviceDigests(CPU, kernel=RowSums(CPU))
     digests.add(*tensors)

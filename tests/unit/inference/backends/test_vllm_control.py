@@ -55,9 +55,14 @@ class FakeVllm:
     drains: bool = True
     manifest: Manifest | None = None
     aborted: list[str] = field(default_factory=list)
+    heard: list[str] = field(default_factory=list)
+    unheard_after: str = ""
 
     async def answer(self, request: web.Request) -> web.Response:
         path = request.path_qs
+        if self.unheard_after and self.unheard_after in self.heard:
+            return web.Response(status=500)
+        self.heard.append(path)
         body = await request.json() if request.can_read_body else {}
         if path == "/collective_rpc":
             return self._rpc(body["method"])
@@ -294,5 +299,40 @@ async def test_a_label_alone_is_no_receipt(vllm: FakeVllm, control: VllmControl)
     """vLLM sets the label even if nothing was loaded."""
     await control.stage(manifest(1), timeout=5)
     vllm.manifest = None
-    with pytest.raises(WeightUpdateError, match="version 1 was not loaded"):
+    with pytest.raises(WeightUpdateError, match=r"version 1: it was not loaded.*stays paused"):
         await control.commit(version=1, incarnation=0, mode=KEEP, timeout=5)
+    assert vllm.paused
+
+
+async def test_while_it_is_paused_nothing_is_asked_that_could_be_asked_before_or_after(
+    vllm: FakeVllm, control: VllmControl
+) -> None:
+    """Each call costs milliseconds, and more where the engine has hundreds of answers in hand."""
+    await control.stage(manifest(1), timeout=5)
+    await control.commit(version=1, incarnation=0, mode=KEEP, timeout=5)
+    begin = next(place for place, call in enumerate(vllm.heard) if call.startswith("/pause"))
+    assert vllm.heard[begin + 1 : vllm.heard.index("/resume")] == ["/finish_weight_update"]
+    assert "/collective_rpc" in vllm.heard[vllm.heard.index("/resume") :]
+
+
+async def test_a_receipt_tells_what_the_pause_was_for(vllm: FakeVllm, control: VllmControl) -> None:
+    vllm.status["parts"] = {"await": 0.25, "verify": 0.5}
+    await control.stage(manifest(1), timeout=5)
+    receipt = await control.commit(version=1, incarnation=0, mode=KEEP, timeout=5)
+    parts = receipt.seconds_by_part
+    assert receipt.seconds_paused == pytest.approx(parts["pause"] + parts["load"] + parts["resume"])
+    assert (parts["load.await"], parts["load.verify"]) == (0.25, 0.5)
+
+
+async def test_a_server_that_is_lost_after_it_resumed_is_receipted_once_it_answers(
+    vllm: FakeVllm, control: VllmControl
+) -> None:
+    """It runs, with the new weights; committing again finds that out, and ends the update on our side."""
+    await control.stage(manifest(1), timeout=5)
+    vllm.unheard_after = "/resume"
+    with pytest.raises(ServerUnavailable):
+        await control.commit(version=1, incarnation=0, mode=KEEP, timeout=5)
+    vllm.unheard_after = ""
+    assert (await control.commit(version=1, incarnation=0, mode=KEEP, timeout=5)).version == 1
+    assert not control._epoch.updating
+    assert control._epoch.known == (0, 1)

@@ -29,6 +29,8 @@ from tests.fakes.groups import FakeGroups, FakeNet
 CPU = torch.device("cpu")
 GENERATOR = torch.Generator().manual_seed(0)
 WEIGHTS = {f"t{n}": torch.randn(37 * (n % 5) + 2, 11, generator=GENERATOR).to(torch.bfloat16) for n in range(40)}
+WEIGHTS |= {"full": torch.randn(4096, generator=GENERATOR), "none": torch.empty(0, 4), "few": torch.ones(2, 3)}
+WEIGHTS |= {"full again": torch.ones(2000), "nothing at the end": torch.empty(0, 7)}
 #: as our engine, for what vLLM's are constructed with
 OURS = SimpleNamespace(config=None, vllm_config=SimpleNamespace(parallel_config=None, model_config=None), device=CPU)
 
@@ -101,7 +103,7 @@ def over_handles() -> None:
     if ipc_engine is not None:
         ipc_engine.rebuild_cuda_tensor = reductions.rebuild_cuda_tensor
     writer = IpcWriter(bucket_bytes=4096, device=CPU, share=share, name="GPU-1")
-    OURS.device = torch.device("cuda", 0)
+    OURS.device = torch.device("cpu", 0)
     manifest = writer.write(1, 0, iter(WEIGHTS.items()))
     check(received(SharedBuckets.parse(manifest.location), manifest))
     next(iter(shared.values()))[7] += 1
