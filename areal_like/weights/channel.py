@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from areal_like.api.weights import CommitReceipt, InterruptMode, Manifest
 from areal_like.api.wire import StageAnswer
 from areal_like.errors import ArealLikeError, StaleCommand, WeightUpdateError
+from areal_like.weights.losses import tell_lost
 from areal_like.weights.manifest import check_manifest
 
 
@@ -85,8 +86,14 @@ class WeightChannel:
         incarnation: int = 0,
         interrupt: InterruptMode = InterruptMode.KEEP,
         timeout: float = 300.0,
+        tell_lost: Callable[[Manifest, str], Awaitable[None]] = tell_lost,
     ) -> None:
-        """``timeout``: seconds the export, and then each server's whole update, may take."""
+        """``timeout``: seconds the export, and then each server's whole update, may take.
+
+        ``tell_lost``: called with a version and the name of a server whose update failed, once each time; it ends
+        soon and never raises. The trainer may be waiting for that server.
+        """
+        self._tell_lost = tell_lost
         self._exporter = exporter
         self._rotation = rotation
         self._incarnation = incarnation
@@ -225,8 +232,10 @@ class WeightChannel:
                     timeout=deadline - asyncio.get_running_loop().time(),
                 )
         except TimeoutError:
+            await self._tell_lost(manifest, name)
             return f"{step} of version {manifest.version} did not end within {self._timeout:g} s"
         except ArealLikeError as error:
+            await self._tell_lost(manifest, name)
             return f"{step} of version {manifest.version} failed: {type(error).__name__}: {error}"
         return _fault(name, receipt, manifest) or receipt
 

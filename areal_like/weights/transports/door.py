@@ -4,6 +4,7 @@
     join {group, world} ------> rank 0 of the group, over the writer's store <---- told to join it
     sums {members} -----------> SHA-256 of tensors' bytes
     send {names} -------------> one flat broadcast of those tensors -------------> told to receive it
+    lost {server} ------------> whoever waits for that server is told (weights.losses)
 
 Every message is a line of JSON and carries the offer's key, which came with the manifest; every answer is one as well.
 ``join`` and ``send`` answer twice: at once, when the engine may be told, and when it is done. The group lives as long
@@ -17,7 +18,7 @@ import hmac
 import json
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, BinaryIO, cast
@@ -73,8 +74,20 @@ def packed_pieces(entries: Sequence[TensorEntry], chunks: Sequence[Chunk]) -> Ma
 class Door:
     """Listens on the trainer's side for as long as its process lives."""
 
-    def __init__(self, *, host: str, store: Store, backend: str, device: torch.device) -> None:
-        """``store``: where ``backend`` groups meet; the engine reaches it under the writer's address."""
+    def __init__(
+        self,
+        *,
+        host: str,
+        store: Store,
+        backend: str,
+        device: torch.device,
+        on_lost: Callable[[str], None] = lambda server: None,
+    ) -> None:
+        """``store``: where ``backend`` groups meet; the engine reaches it under the writer's address.
+
+        ``on_lost``: called with the name of a server that was lost, on a thread of the door's.
+        """
+        self._on_lost = on_lost
         self._host, self._store, self._backend, self._device = host, store, backend, device
         self._listener = socket.create_server((host, 0))
         self.port: int = self._listener.getsockname()[1]
@@ -115,6 +128,10 @@ class Door:
         try:
             if asked["op"] == "sums":
                 _say(stream, sums=[_sum(shelf, names) for names in asked["members"]])
+                return
+            if asked["op"] == "lost":
+                self._on_lost(str(asked["server"]))
+                _say(stream, done=True)
                 return
             flat = shelf.flat(asked["names"]) if asked["op"] == "send" else None
             _say(stream, ready=True)

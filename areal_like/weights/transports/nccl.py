@@ -6,12 +6,14 @@
 The group is formed and warmed up while servers still generate. Buckets leave only once every member is receiving, so
 no GPU spins while a server drains; but nobody is kept paused for long by others: who is late comes in a later round. A
 member that is lost breaks the round: the communicator is aborted, the trainer
-lives on, and the others meet again in the next round (``weights.transports.rounds``).
+lives on, and the others meet again in the next round (``weights.transports.rounds``). That a member is lost shows after
+``stall`` seconds, or at once where the server's control says so (``weights.losses``).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
@@ -80,7 +82,7 @@ class NcclWriter:
         self._host, self._groups, self._device, self._stall = host, groups, device, stall
         self._packer = DevicePacker(device, bucket_bytes)
         self._store, self._port = open_store(host)
-        self._door = Door(host=host, store=self._store, backend="nccl", device=device)
+        self._door = Door(host=host, store=self._store, backend="nccl", device=device, on_lost=self.lose)
         self._ranks: Mapping[str, int] = {}
         self._group: Group | None = None
         self._group_name = ""
@@ -89,6 +91,10 @@ class NcclWriter:
         self._offer: _Offer | None = None
         self._closed = False
         self._expected: int | None = None
+        #: by server, when its control said that it is lost; by member of a round, when it was seen
+        self._lost: dict[str, float] = {}
+        self._seen: dict[str, float] = {}
+        self._sending: tuple[frozenset[str], Group] | None = None
         self._thread = threading.Thread(target=self._serve, name="weights-sender", daemon=True)
         self._thread.start()
 
@@ -106,6 +112,13 @@ class NcclWriter:
             door=self._door.port, stall=self._stall,
         )  # fmt: skip
         return make_manifest(version, incarnation, TransportKind.COLLECTIVE, meeting.location(), packed.entries)
+
+    def lose(self, server: str) -> None:
+        """``server`` was lost: nobody waits for it any more. It may join again. May be called from any thread."""
+        self._lost[server] = time.monotonic()
+        sending = self._sending
+        if sending is not None and server in sending[0]:
+            sending[1].abort()
 
     def close(self) -> None:
         """Stop offering, and leave the group. The thread is a daemon, and ends for itself."""
@@ -146,14 +159,16 @@ class NcclWriter:
 
     def _serve_offer(self, offer: _Offer) -> None:
         """Rounds of one version, until there is another."""
-        served, number = 0, 0
+        served, number, gone = 0, 0, 0
         try:
             while True:
                 keys = RoundKeys(key=offer.key, number=number)
-                wanted = None if self._expected is None else max(self._expected - served, 1)
+                wanted = None if self._expected is None else max(self._expected - served - gone, 1)
                 members = self._close_round(offer, keys, wanted)
                 if self._run_round(offer, keys, members):
                     served += len(members)
+                else:
+                    gone += len(self._lost_of(members))
                 number += 1
         except _Over:
             self._expected = served or self._expected
@@ -174,6 +189,7 @@ class NcclWriter:
     def _close_round(self, offer: _Offer, keys: RoundKeys, wanted: int | None) -> Sequence[Member]:
         """Wait for a round's members; of each server all workers, or none. Raises _Over."""
         members: dict[int, Member] = {}
+        self._seen = {}
         first = latest = 0.0
         while True:
             self._check_offered(offer)
@@ -183,8 +199,10 @@ class NcclWriter:
                 if place not in members and self._store.check([keys.member(place)]):
                     members[place] = Member.from_json(self._store.get(keys.member(place)))
                     first, latest = first or now, now
-            whole = whole_servers(list(members.values()))
-            everyone = wanted is not None and len(whole) == joined >= wanted
+                    self._seen[members[place].id] = now
+            lost = self._lost_of(list(members.values()))
+            whole = whole_servers([member for member in members.values() if member not in lost])
+            everyone = wanted is not None and len(whole) + len(lost) == joined >= wanted
             waited = now - first > JOIN_WINDOW if wanted is not None else now - latest > FIRST_WINDOW
             if whole and (everyone or waited):
                 return whole
@@ -203,6 +221,7 @@ class NcclWriter:
 
         def still() -> None:
             self._check_offered(offer)
+            self._check_lost(members)
             pulses.check()
             if not paused and any(self._store.check([key]) for key in receiving):
                 paused.append(time.monotonic())
@@ -213,17 +232,30 @@ class NcclWriter:
         with self._reading:
             self._check_offered(offer)
             self._store.set(keys.go, "1")
+            self._send(offer, group, members)
+        self._until(keys, [keys.done(rank) for rank in ranks], self._patience(offer, keys, members, pulses))
+
+    def _send(self, offer: _Offer, group: Group, members: Sequence[Member]) -> None:
+        """Until every member has the bytes. Raises GroupBroken."""
+        self._sending = (frozenset(member.server for member in members), group)
+        try:
+            self._check_lost(members)
             with side_stream(self._device):
                 for bucket in offer.packed.buckets:
                     group.broadcast(bucket, src=0)
             group.wait(self._stall)
-        self._until(keys, [keys.done(rank) for rank in ranks], self._patience(offer, pulses))
+        finally:
+            self._sending = None
 
-    def _patience(self, offer: _Offer, pulses: _Pulses) -> Callable[[], None]:
+    def _patience(
+        self, offer: _Offer, keys: RoundKeys, members: Sequence[Member], pulses: _Pulses
+    ) -> Callable[[], None]:
         """For members that have everything, and must only say so: a moment longer than the version is offered."""
         left = [_GRACE / QUICK_LOOK]
 
         def still() -> None:
+            lost = self._lost_of(members)
+            self._check_lost([m for m in lost if not self._store.check([keys.done(self._ranks[m.id])])])
             pulses.check()
             if self._closed or self._offer is not offer:
                 left[0] -= 1
@@ -273,6 +305,16 @@ class NcclWriter:
         group, self._group, self._group_name, self._ranks = self._group, None, "", {}
         if group is not None:
             group.abort()
+
+    def _lost_of(self, members: Sequence[Member]) -> Sequence[Member]:
+        """Those whose server was lost after they joined."""
+        return [m for m in members if self._lost.get(m.server, -1.0) >= self._seen.get(m.id, math.inf)]
+
+    def _check_lost(self, members: Sequence[Member]) -> None:
+        """Raises GroupBroken for a member whose server was lost."""
+        lost = self._lost_of(members)
+        if lost:
+            raise GroupBroken(f"server {lost[0].server} was lost, as its control says")
 
     def _check_offered(self, offer: _Offer) -> None:
         if self._closed or self._offer is not offer:

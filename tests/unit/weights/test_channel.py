@@ -361,3 +361,38 @@ async def test_recovered_servers_are_readmitted_and_failures_do_not_end_the_loop
         await channel.publish(0)  # queues behind the readmission for the lock
     loop.cancel()
     assert "a" in rotation.ejected
+
+
+async def test_who_failed_is_told_to_the_trainer_while_the_others_are_still_at_it(
+    rotation: Rotation, servers: tuple[Server, Server]
+) -> None:
+    """Between GPUs the others wait for it: whatever it failed at, and however."""
+    told: list[tuple[int, str]] = []
+    heard = asyncio.Event()
+
+    async def tell(manifest: Manifest, server: str) -> None:
+        told.append((manifest.version, server))
+        heard.set()
+
+    async def waits() -> None:
+        await heard.wait()
+
+    lost, whole = servers
+    channel = WeightChannel(Exporter(), rotation, timeout=0.5, tell_lost=tell)
+    ways: list[tuple[str, Callable[[], Awaitable[None]]]] = [
+        ("at_commit", lambda: _fail(ServerUnavailable("it is gone"))),
+        ("at_stage", lambda: _fail(WeightUpdateError("it cannot"))),
+        ("at_commit", _hang),
+    ]
+    for version, (step, way) in enumerate(ways):
+        heard.clear()
+        rotation.ejected.clear()
+        lost.at_stage = lost.at_commit = _nothing
+        setattr(lost, step, way)
+        whole.at_commit = waits if way is not _hang else _nothing
+        receipts = await channel.publish(version)
+        assert [receipt.server for receipt in receipts] == ["b"]
+        assert told[version:] == [(version, "a")]
+    lost.at_commit = _nothing
+    await channel.publish(3)
+    assert len(told) == 3

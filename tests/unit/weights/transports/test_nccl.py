@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +16,11 @@ from areal_like.api.weights import Manifest
 from areal_like.errors import WeightUpdateError
 from areal_like.weights.chunks import plan_chunks
 from areal_like.weights.device_digest import device_digest
+from areal_like.weights.losses import tell_lost
 from areal_like.weights.nccl import Group, GroupBroken
 from areal_like.weights.transports import nccl
 from areal_like.weights.transports import seat as seat_module
+from areal_like.weights.transports.meeting import Meeting
 from areal_like.weights.transports.nccl import NcclWriter
 from areal_like.weights.transports.nccl_reader import NcclReader
 from areal_like.weights.transports.rounds import Member, RoundKeys, Terms, fault_of
@@ -145,6 +148,81 @@ def test_the_others_meet_again_without_one_that_is_lost_in_mid_broadcast(writer:
         gone.result(30)
     following = written(writer, 2)
     assert whole.take(following).result(20) == told(following)
+
+
+#: seconds without a sign of life that no test waits for
+PATIENT = 60.0
+
+
+@pytest.fixture
+def patient(net: FakeNet, monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclWriter]:
+    """A writer that would miss a lost member only long after the test."""
+    monkeypatch.setattr(nccl, "JOIN_WINDOW", PATIENT)
+    monkeypatch.setattr(nccl, "FIRST_WINDOW", 0.3)
+    made = NcclWriter(host="127.0.0.1", bucket_bytes=4096, groups=FakeGroups(net, "gpu-0"), device=CPU, stall=PATIENT)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("place", [3, 2])
+def test_one_that_its_control_knows_to_be_lost_is_not_waited_for(patient: NcclWriter, net: FakeNet, place: int) -> None:
+    """It stands still in the middle of a broadcast, or at its beginning."""
+    at, release = threading.Event(), threading.Event()
+
+    def vanish(group: FakeGroup, taken: int) -> None:
+        if taken == place:
+            at.set()
+            release.wait(30)
+            raise GroupBroken("let the test's thread go")
+
+    manifest = written(patient, 1)
+    whole, lost = Server(net, 1), Server(net, 2, broken_by=vanish)
+    tasks = [whole.take(manifest), lost.take(manifest)]
+    assert at.wait(20)
+    begun = time.monotonic()
+    asyncio.run(tell_lost(manifest, lost.membership.server))
+    assert tasks[0].result(30) == told(manifest)
+    assert time.monotonic() - begun < PATIENT / 4
+    release.set()
+    following = written(patient, 2)
+    assert whole.take(following).result(20) == told(following)
+    tasks[1].exception(30)
+
+
+def test_one_that_is_lost_before_it_receives_is_not_waited_for_once_its_control_says_so(
+    patient: NcclWriter, net: FakeNet
+) -> None:
+    manifest = written(patient, 1)
+    whole, idle = Server(net, 1), Server(net, 2)
+    seat = Seat(manifest, idle.membership)
+    waiting = threading.Event()
+    task = whole.take(manifest, before=waiting.set)
+    seat.prepare()
+    assert waiting.wait(20)
+    asyncio.run(tell_lost(manifest, idle.membership.server))
+    assert task.result(30) == told(manifest)
+    seat.leave()
+
+
+def test_one_that_was_lost_may_come_back(patient: NcclWriter, net: FakeNet) -> None:
+    manifest = written(patient, 1)
+    server = Server(net, 1)
+    asyncio.run(tell_lost(manifest, server.membership.server))
+    asyncio.run(tell_lost(manifest, "one that was never there"))
+    assert server.take(manifest).result(20) == told(manifest)
+    asyncio.run(tell_lost(manifest, server.membership.server))
+    following = written(patient, 2)
+    assert server.take(following).result(20) == told(following)
+
+
+def test_only_who_knows_the_versions_key_is_heard(patient: NcclWriter, net: FakeNet) -> None:
+    manifest = written(patient, 1)
+    key = Meeting.parse(manifest.location).key
+    forged = manifest.model_copy(update={"location": manifest.location.replace(key, "a guess")})
+    asyncio.run(tell_lost(forged, "s0"))
+    assert not patient._lost
+    asyncio.run(tell_lost(manifest, "s0"))
+    assert list(patient._lost) == ["s0"]
 
 
 def test_one_that_is_lost_before_it_receives_holds_up_nobody_for_long(writer: NcclWriter, net: FakeNet) -> None:
