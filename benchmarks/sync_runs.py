@@ -143,6 +143,7 @@ class Line:
             "exported": self.channel.statistics().seconds_exported - exported,
             "staged": max(receipt.seconds_staged for receipt in receipts),
             "paused": max(receipt.seconds_paused for receipt in receipts),
+            "paused_for": dict(max(receipts, key=lambda receipt: receipt.seconds_paused).seconds_by_part),
             "whole": time.perf_counter() - began,
             "bytes": receipts[0].bytes,
             "interrupted": sum(receipt.interrupted_requests for receipt in receipts),

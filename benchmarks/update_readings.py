@@ -182,13 +182,21 @@ async def _timed(line: Line, version: int) -> dict[str, Any]:
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     keys = [key for key in ("exported", "staged", "broadcast", "paused", "whole") if key in rows[0]]
     middle = {key: median(row[key] for row in rows) for key in keys}
+    parts = [row.get("paused_for", {}) for row in rows]
     return {
         **middle,
+        "paused_for": {part: median(found.get(part, 0.0) for found in parts) for part in parts[0]},
         "bytes": rows[0]["bytes"],
         "bytes_per_second": rows[0]["bytes"] / middle["whole"],
         "bytes_per_paused_second": rows[0]["bytes"] / middle["paused"],
         "right": all(row["right"] for row in rows),
     }
+
+
+def parts_of(reading: dict[str, Any]) -> str:
+    """Where the seconds of the pause went, in milliseconds: the control's calls, and what the engine says of them."""
+    parts = reading.get("paused_for", {})
+    return ", ".join(f"{part} {1e3 * seconds:.0f}" for part, seconds in parts.items()) or "its parts are not told"
 
 
 def line_of(reading: dict[str, Any]) -> str:
@@ -198,7 +206,8 @@ def line_of(reading: dict[str, Any]) -> str:
     seconds = ", ".join(f"{key} {reading[key]:.3f}" for key in keys)
     answers = reading["answers"]
     return (
-        f"{seconds} s; {reading['bytes_per_second'] / 1e9:.2f} GB/s; {reading['running']} running, "
+        f"{seconds} s; paused for (ms): {parts_of(reading)}; "
+        f"{reading['bytes_per_second'] / 1e9:.2f} GB/s; {reading['running']} running, "
         f"{answers['answers']} answers {'all whole' if answers['whole'] else 'NOT WHOLE ' + str(answers['wrong'])}; "
         f"weights {'right' if reading['right'] else 'WRONG'} (apart {reading['readings'][-1]['apart']:.3f}, "
         f"stale would be {reading['readings'][-1]['apart_before'] or 0:.2f})"

@@ -173,7 +173,7 @@ def agrees(kernel: Kernel, device: torch.device) -> bool:
     """``kernel`` gives the digests of plain torch for random tensors of awkward lengths and places. Waits."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(0, 256, (sum(_TRIED) + len(_TRIED),), dtype=torch.uint8, generator=generator).to(device)
-    tensors = [part[1:] for part in drawn.split([1 + nbytes for nbytes in _TRIED])]
+    tensors = [part[1:] for part in torch.split(drawn, [1 + nbytes for nbytes in _TRIED])]
     tensors += [torch.full((3 * ROW_WORDS,), -(2**31), dtype=torch.int32, device=device)]
     ours, plain = DeviceDigests(device, kernel=kernel), DeviceDigests(device, plain=True)
     for digests in (ours, plain):

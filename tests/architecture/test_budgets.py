@@ -25,6 +25,7 @@ WIDE_FUNCTIONS: dict[str, str] = {
     "areal_like/algo/vocab_kernels.py:_scaled": "a Triton kernel takes pointers and numbers, and no records",
     "areal_like/algo/vocab_kernels.py:_softmax_forward": "a Triton kernel takes pointers and numbers, and no records",
     "areal_like/algo/vocab_kernels.py:_softmax_backward": "a Triton kernel takes pointers and numbers, and no records",
+    "areal_like/weights/digest_kernel.py:_add_rows": "a Triton kernel takes pointers and numbers, and no records",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

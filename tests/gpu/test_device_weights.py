@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 
 from areal_like.api.weights import Manifest
 from areal_like.errors import WeightUpdateError
-from areal_like.weights.device_digest import CHUNK_BYTES, DeviceDigests, device_digest
+from areal_like.weights.device_digest import CHUNK_BYTES, DeviceDigests, device_digest, tried_kernel
 from areal_like.weights.device_packer import DevicePacker
 from areal_like.weights.nccl import Communicator, GroupBroken, NcclGroups
 from areal_like.weights.transports.ipc import IpcWriter
@@ -59,6 +59,37 @@ def tell(started: subprocess.Popen[str], manifest: Manifest) -> None:
 def test_digests_are_those_of_the_cpu(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.randn(shape, device=GPU) * 100).to(dtype)
     assert device_digest(tensor) == device_digest(tensor.cpu())
+
+
+def test_the_fused_digest_is_used_and_reads_the_bytes_once() -> None:
+    """A plain pass writes and reads ten times the bytes: below three is one read, whatever else was at work."""
+    kernel = tried_kernel(GPU)
+    assert kernel is not None
+    tensor = torch.randint(-(2**62), 2**62, (2**26,), device=GPU)
+    seconds = {}
+    for name, digests in (("fused", DeviceDigests(GPU)), ("plain", DeviceDigests(GPU, plain=True))):
+        digests.reserve(tensor.nbytes)
+        found = []
+        for _ in range(3):
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            digests.add(tensor)
+            found.append(digests.read()[0])
+            seconds[name] = time.perf_counter() - begun
+        assert set(found) == {device_digest(tensor)}
+    assert seconds["fused"] < seconds["plain"] / 3
+
+
+def test_many_tensors_are_digested_in_one_launch_and_in_any_stream() -> None:
+    tensors = [tensor for _, tensor in weights(1, GPU)]
+    digests = DeviceDigests(GPU)
+    digests.reserve(max(tensor.nbytes for tensor in tensors))
+    torch.cuda.synchronize()
+    for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            digests.add(*tensors)
+    torch.cuda.synchronize()
+    assert digests.read() == 2 * tuple(device_digest(tensor.cpu()) for tensor in tensors)
 
 
 def test_a_large_tensor_is_digested_in_parts_and_with_little_memory() -> None:
