@@ -112,8 +112,8 @@ async def test_a_stop_string_that_an_update_cuts_still_ends_the_answer(
 ) -> None:
     """The stop string is nearly the whole answer, so that it is half written when the update comes.
 
-    The update brings the same weights again, and the prompt ends in a loop that the model is sure of: what is written is
-    known beforehand, however the engine rounds.
+    The update brings the same weights again, and the prompt ends in a loop that the model is sure of: what is written
+    is known beforehand, however the engine rounds.
     """
     words = tokenizer.encode("one two three four five six. " * 6)
     async with open_line(server, interrupt=mode) as line:
