@@ -8,6 +8,8 @@ in any order, those of the programs among each other included. Imported only whe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import triton
@@ -75,11 +77,16 @@ class RowSums:
         plan = self._plan(tuple(part.numel() // _WORD_BYTES for part in whole), row_words)
         sums = torch.zeros(len(whole), 2, dtype=torch.int64, device=self._device)
         wide = all(part.data_ptr() % _WIDE == 0 and part.numel() % _WIDE == 0 for part in whole)
-        _add_rows[(len(plan),)](
-            plan, self._sent([part.data_ptr() for part in whole]), columns, rows, rows.shape[1], sums,
-            ROW=row_words, LOOP=_LOOP, WIDE=wide, num_warps=_WARPS,
-        )  # fmt: skip
+        with self._current():
+            _add_rows[(len(plan),)](
+                plan, self._sent([part.data_ptr() for part in whole]), columns, rows, rows.shape[1], sums,
+                ROW=row_words, LOOP=_LOOP, WIDE=wide, num_warps=_WARPS,
+            )  # fmt: skip
         return sums
+
+    def _current(self) -> AbstractContextManager[Any]:
+        """Triton launches on the current device, whatever the tensors lie on."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _sent(self, numbers: Sequence[int]) -> torch.Tensor:
         """On the device, without a wait."""
