@@ -297,8 +297,8 @@ def resource_warnings(config: ExperimentConfig, machine: Machine, rows: int) -> 
         warnings.append(f"train_dataset: {rows} rows for a batch of {batch} groups: prompts repeat within a batch")
     if config.gconfig.n_samples == 1 and config.actor.normalisation.mean_level == "group":
         warnings.append(
-            "gconfig.n_samples: 1, and rewards are compared with those of their own group: every advantage is 0, unless "
-            "the workflow returns several trajectories; raise n_samples, or set actor.advantage=reinforce_baseline"
+            "gconfig.n_samples: 1, and rewards are compared within their group: every advantage is 0, unless the "
+            "workflow returns several trajectories; raise n_samples, or set actor.advantage=reinforce_baseline"
         )
     if not config.rollout.host.startswith(LOOPBACK):
         warnings.append(f"rollout.host: {config.rollout.host} can be reached from other machines (token needed)")
