@@ -18,6 +18,7 @@ import asyncio
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,14 @@ from update_readings import (  # noqa: E402
 )
 
 from areal_like.api.weights import InterruptMode, TransportKind  # noqa: E402
+from areal_like.weights.device_digest import DeviceDigests, tried_kernel  # noqa: E402
 
 #: seconds that two updates through the host take for each byte: copied off the device, hashed, written, read, hashed
 #: again, and loaded
 HOST_SECONDS_PER_BYTE = 5e-9
 #: versions that lie in memory or on a disk at once, and bytes of room beside them
 VERSIONS_KEPT, ROOM = 2, 2 * 2**30
+DIGEST_TIMES = 3
 
 
 def main() -> int:
@@ -81,6 +84,8 @@ def measure_shape(bench: Bench, plan: Plan, row: dict[str, Any]) -> None:
     row["raw"] = raw_readings(policy.weights.values(), bench.folder)
     for kind, reading in row["raw"].items():
         bench.say(f"{plan.shape}: {kind}: {reading['seconds']:.3f} s, {reading['bytes_per_second'] / 1e9:.1f} GB/s")
+    row["digests"] = digest_readings(policy)
+    bench.say(f"{plan.shape}: digests: {row['digests']}")
     if bench.device.type == "cuda":
         torch.cuda.empty_cache()
     transports = bench.options.transports
@@ -98,6 +103,30 @@ def measure_shape(bench: Bench, plan: Plan, row: dict[str, Any]) -> None:
     del policy
     if bench.device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def digest_readings(policy: Policy) -> dict[str, float | None]:
+    """Seconds for the digests of all tensors on the device, the best of three: by plain torch, and by the kernel (None
+    where there is none), tensor by tensor as a trainer does it, and many at once as a server does.
+    """
+    tensors = list(policy.weights.values())
+    found: dict[str, float | None] = {}
+    for kind, plain, at_once in (("plain", True, 1), ("fused", False, 1), ("fused, many at once", False, 16)):
+        if not plain and tried_kernel(policy.device) is None:
+            found[kind] = None
+            continue
+        digests = DeviceDigests(policy.device, plain=plain)
+        digests.reserve(max(tensor.nbytes for tensor in tensors))
+        seconds = []
+        for _ in range(DIGEST_TIMES):
+            policy.wait()
+            began = time.perf_counter()
+            for start in range(0, len(tensors), at_once):
+                digests.add(*tensors[start : start + at_once])
+            digests.read()
+            seconds.append(time.perf_counter() - began)
+        found[kind] = min(seconds)
+    return found
 
 
 def measure_way(bench: Bench, plan: Plan, policy: Policy, server: Server, way: tuple[str, str]) -> dict[str, Any]:
