@@ -57,9 +57,7 @@ async def test_a_trainer_that_ends_while_it_sends(
     open_line: Any, server: ServerProcess, subject: Subject, model_path: Path, number: signal.Signals
 ) -> None:
     """The publication ends in time, the server is whole or out of the rotation, and another trainer takes over."""
-    async with open_line(
-        server, transport=TransportKind.COLLECTIVE, timeout=600.0, update_timeout=subject.update
-    ) as line:
+    async with open_line(server, transport=TransportKind.COLLECTIVE) as line:
         before, own = line.version, line.trainer
         with doomed(model_path, subject, number) as trainer:
             lost = line.prepare()
