@@ -7,7 +7,7 @@ one bucket more while it is packed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,10 @@ class Packed:
     buckets: tuple[torch.Tensor, ...]
 
 
+#: name, dtype, shape and bytes of a tensor
+_Head = tuple[str, torch.dtype, tuple[int, ...], int]
+
+
 class DevicePacker:
     """Packs versions of one model, one after the other, into the same memory."""
 
@@ -45,22 +49,19 @@ class DevicePacker:
         Raises:
             WeightUpdateError: the copy does not fit into the device's memory, or a tensor cannot lie in a chunk.
         """
-        heads: list[tuple[str, torch.dtype, tuple[int, ...], int]] = []
-        number = at = 0
+        heads: list[_Head] = []
+        number = at = digested = 0
         try:
             for name, tensor in tensors:
                 flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
                 heads.append((name, tensor.dtype, tuple(tensor.shape), flat.numel()))
-                if flat.numel() == 0:
-                    self._digests.add(tensor)
-                    continue
-                at = self._append(number, at, flat, tensor)
+                if flat.numel():
+                    at = self._append(number, at, flat)
                 if at > self.bucket_bytes:
-                    self._close(number, at)
-                    number, at = number + 1, 0
-            if at:
-                self._close(number, at)
-                number += 1
+                    self._close(number, at, heads[digested:])
+                    number, at, digested = number + 1, 0, len(heads)
+            self._close(number, at, heads[digested:])
+            number += bool(at)
             digests = self._digests.read()
         except torch.OutOfMemoryError as error:
             told = self._no_room(sum(head[3] for head in heads))
@@ -78,16 +79,10 @@ class DevicePacker:
         buckets = tuple(self._buckets) + tuple(self._empty(0) for _ in chunks[number:])
         return Packed(entries=entries, chunks=chunks, buckets=buckets)
 
-    def _append(self, number: int, at: int, flat: torch.Tensor, tensor: torch.Tensor) -> int:
-        """The tensor's bytes ``flat`` at byte ``at`` of bucket ``number``, and the digest of the copy: its end.
-
-        One that lies askew is refused later, all at once; until then its source is digested.
-        """
+    def _append(self, number: int, at: int, flat: torch.Tensor) -> int:
+        """A tensor's bytes ``flat`` at byte ``at`` of bucket ``number``: their end."""
         end = at + flat.numel()
-        copy = self._bucket(number, filled=at, needed=end)[at:end]
-        copy.copy_(flat)
-        askew = at % tensor.element_size() != 0
-        self._digests.add(tensor if askew else copy.view(tensor.dtype).view(tensor.shape))
+        self._bucket(number, filled=at, needed=end)[at:end].copy_(flat)
         return end
 
     def _bucket(self, number: int, *, filled: int, needed: int) -> torch.Tensor:
@@ -100,10 +95,12 @@ class DevicePacker:
             self._buckets[number] = grown
         return self._buckets[number]
 
-    def _close(self, number: int, length: int) -> None:
-        """The bucket's last byte is known: no memory behind it is kept."""
-        if self._buckets[number].numel() != length:
+    def _close(self, number: int, length: int, heads: Sequence[_Head]) -> None:
+        """The bucket's last byte is known: no memory behind it is kept, and what lies in it is digested."""
+        if length and self._buckets[number].numel() != length:
             self._buckets[number] = self._buckets[number][:length].clone()
+        bucket = self._buckets[number] if length else self._empty(0)
+        self._digests.add(*_views(bucket, heads))
 
     def _empty(self, length: int) -> torch.Tensor:
         return torch.empty(length, dtype=torch.uint8, device=self._device)
@@ -117,3 +114,16 @@ class DevicePacker:
             "GPUs keep one copy of the model there. Lower actor.mb_spec.max_tokens_per_mb, shard the trainer over more "
             "GPUs, or use weights.transport=shm"
         )
+
+
+def _views(bucket: torch.Tensor, heads: Sequence[_Head]) -> Iterator[torch.Tensor]:
+    """The tensors that lie in ``bucket`` one after the other. One that lies askew stays bytes: it is refused later."""
+    at = 0
+    for _, dtype, shape, nbytes in heads:
+        part = bucket[at : at + nbytes]
+        askew = at % dtype.itemsize != 0
+        if nbytes:
+            yield part if askew else part.view(dtype).view(shape)
+        else:
+            yield torch.empty(shape, dtype=dtype, device=bucket.device)
+        at += nbytes
