@@ -25,7 +25,9 @@ from areal_like.weights.transports.base import make_writer
 
 TOKEN = "secret"
 VOCABULARY = 48
-CONTEXT = 256
+CONTEXT = 2048
+#: tokens of an answer that is still being written when a commit comes, on a busy machine too
+LONG = 1600
 
 
 def build_model(seed: int) -> Any:
@@ -210,7 +212,7 @@ async def test_a_commit_under_keep_splits_the_answer_and_signs_a_true_receipt(
     server: EmbeddedServer, http: httpx.AsyncClient, tmp_path: Path
 ) -> None:
     manifest = write(tmp_path, build_model(1), version=1)
-    running = asyncio.create_task(generate(http, [3, 4, 5], seed=5, n=2, max_new_tokens=240))
+    running = asyncio.create_task(generate(http, [3, 4, 5], seed=5, n=2, max_new_tokens=LONG))
     await until(http, "generated_tokens", 10)
     staged = StageAnswer.model_validate_json((await stage(http, manifest)).content)
     receipt = CommitReceipt.model_validate_json((await commit(http, 1)).content)
@@ -224,7 +226,7 @@ async def test_a_commit_under_keep_splits_the_answer_and_signs_a_true_receipt(
     old, new = build_model(0), build_model(1)
     for output in answer.outputs:
         first, second = output.spans
-        assert (first.version, first.start, second.version, second.end) == (0, 0, 1, 240)
+        assert (first.version, first.start, second.version, second.end) == (0, 0, 1, LONG)
         assert first.end == second.start
         cut = first.end
         by_old = forward_logprobs(old, [3, 4, 5], output.token_ids)
@@ -243,7 +245,7 @@ async def test_a_commit_under_recompute_goes_on_as_if_the_prefix_were_new(
     server: EmbeddedServer, http: httpx.AsyncClient, tmp_path: Path
 ) -> None:
     await stage(http, write(tmp_path, build_model(1), version=1))
-    running = asyncio.create_task(generate(http, [3, 4, 5], seed=5, max_new_tokens=240))
+    running = asyncio.create_task(generate(http, [3, 4, 5], seed=5, max_new_tokens=LONG))
     await until(http, "generated_tokens", 10)
     receipt = CommitReceipt.model_validate_json((await commit(http, 1, "recompute")).content)
     output = (await running).outputs[0]

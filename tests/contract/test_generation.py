@@ -135,7 +135,7 @@ async def test_many_at_once(line: Line) -> None:
     answers = await asyncio.gather(*(line.ask(prompt, max_new_tokens=4) for prompt in prompts))
     assert [answer.input_tokens for answer in answers] == prompts
     assert {answer.output_len for answer in answers} == {4}
-    assert line.distance(answers[100], line.version) < 2 * line.subject.noise
+    assert fmean(line.distance(answer, line.version) for answer in answers[::16]) < line.subject.noise
 
 
 async def test_an_answer_that_is_cut_goes_on_where_it_ended(line: Line) -> None:

@@ -66,11 +66,11 @@ async def test_a_half_loaded_server_stays_out_until_a_whole_update(
         switch.off()
         after = (await line.channel.readmit(faulty_server.name)).version
         assert (await asked).output_len == line.subject.long
-        answer = await line.ask(PROMPT, max_new_tokens=16)
+        answer = await line.ask(PROMPT, max_new_tokens=32)
         assert set(answer.output_versions) == {after}
         assert line.distance(answer, after) < line.subject.noise
         last = await line.publish()
-        answer = await line.ask(PROMPT, max_new_tokens=16)
+        answer = await line.ask(PROMPT, max_new_tokens=32)
         assert line.distance(answer, last) < line.subject.noise
 
 

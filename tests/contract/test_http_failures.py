@@ -50,7 +50,7 @@ async def test_an_update_that_fails_at_any_call_ends_in_time_and_can_be_mended(
             proxy.failing = ""
             async with asyncio.timeout(HUNG):
                 assert (await line.channel.readmit(server.name)).version == version
-                answer = await line.ask(PROMPT, max_new_tokens=6)
+                answer = await line.ask(PROMPT, max_new_tokens=32)  # a mean over few tokens strays
             assert set(answer.output_versions) == {version}
             assert line.distance(answer, version) < line.subject.noise
 

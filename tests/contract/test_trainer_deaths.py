@@ -75,7 +75,7 @@ async def test_a_trainer_that_ends_while_it_sends(
         line.channel._exporter, line.channel._timeout = own, HUNG
         after = await taken_over(line)
         assert set((await asked).output_versions) <= {before, after}
-        answer = await line.ask(PROMPT, max_new_tokens=8)
+        answer = await line.ask(PROMPT, max_new_tokens=32)
         assert set(answer.output_versions) == {after}
         assert line.distance(answer, after) < line.subject.noise
 
