@@ -230,7 +230,7 @@ async def test_a_commit_under_keep_splits_the_answer_and_signs_a_true_receipt(
         assert first.end == second.start
         cut = first.end
         by_old = forward_logprobs(old, [3, 4, 5], output.token_ids)
-        np.testing.assert_allclose(output.logprobs[:cut], by_old[:cut], atol=1e-5)
+        np.testing.assert_allclose(output.logprobs[:cut], by_old[:cut], atol=1e-4)
         by_new = forward_logprobs(new, [3, 4, 5], output.token_ids)
         assert np.abs(by_new[cut:] - output.logprobs[cut:]).max() > 0.01
 
@@ -252,7 +252,7 @@ async def test_a_commit_under_recompute_goes_on_as_if_the_prefix_were_new(
     assert receipt.interrupted_requests == 1
     cut = output.spans[0].end
     by_new = forward_logprobs(build_model(1), [3, 4, 5], output.token_ids)
-    np.testing.assert_allclose(output.logprobs[cut:], by_new[cut:], atol=1e-5)
+    np.testing.assert_allclose(output.logprobs[cut:], by_new[cut:], atol=1e-4)
 
 
 async def test_a_commit_under_drain_interrupts_nobody(

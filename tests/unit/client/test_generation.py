@@ -201,7 +201,7 @@ async def test_an_update_that_is_over_is_not_slept_through(server: Any, wire: An
         return first
 
     server.script = script
-    async with _engine(wire, server, timeout=60.0, retry=RetryPolicy(first=50.0, limit=50.0)) as (engine, pool):
+    async with _engine(wire, server, timeout=300.0, retry=RetryPolicy(first=50.0, limit=50.0)) as (engine, pool):
         answer = asyncio.create_task(engine.agenerate(_request()))
         await asked.wait()
         acknowledging = asyncio.create_task(_acknowledge_until(pool, server, answer))
