@@ -90,5 +90,6 @@ async def taken_over(line: Line) -> int:
             try:
                 line.version = (await line.channel.readmit(line.server.name)).version
             except WeightUpdateError:
+                await asyncio.sleep(1.0)  # each try leaves the trainer's door waiting for the engine a while
                 continue
             return after
