@@ -6,11 +6,9 @@ in ``update_info`` up to 0.28 and in attributes of the engine from 0.29 on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields
-from functools import cache
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -45,8 +43,7 @@ def feed(source: Source, recorder: Recorder, manifest: Manifest, ours: Any) -> N
         _described(manifest.tensors),
         {"packed": True, "packed_buffer_size_bytes": bucket_bytes, "packed_num_buffers": _BUFFERS},
     )
-    with kept_streams(ours.device):
-        native.receive_weights(info)
+    native.receive_weights(info)
 
 
 def load_engines() -> None:
@@ -58,41 +55,14 @@ def load_engines() -> None:
 
 
 def settle() -> None:
-    """Wait for the device. Its memory is kept: the next update needs as much, and to ask for it anew takes longer."""
-    torch.cuda.synchronize()
-
-
-@contextmanager
-def kept_streams(device: torch.device) -> Iterator[None]:
-    """Up to 0.28 vLLM's consumer makes streams for each update, whose buffers no other stream can use, so that every
-    update asks the driver for new memory. Inside, it gets the same ones each time, as from 0.29 on.
+    """Wait for the device, and give back what vLLM's consumer leaves behind: up to 0.28 it makes streams of its own for
+    each update, whose buffers no other stream can use.
     """
     from vllm.distributed.weight_transfer import packed_tensor
 
-    if hasattr(packed_tensor, "_get_streams"):
-        yield
-        return
-    packed_tensor.torch = _Instead(torch, cuda=_Instead(torch.cuda, Stream=cycle(_streams(device)).__next__))
-    try:
-        yield
-    finally:
-        packed_tensor.torch = torch
-
-
-@cache
-def _streams(device: torch.device) -> tuple[Any, ...]:
-    return tuple(torch.cuda.Stream(device) for _ in range(_BUFFERS))  # type: ignore[no-untyped-call]
-
-
-class _Instead:
-    """A module, with some of its names replaced."""
-
-    def __init__(self, module: Any, **names: Any) -> None:
-        self._module = module
-        self.__dict__.update(names)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+    torch.cuda.synchronize()
+    if not hasattr(packed_tensor, "_get_streams"):
+        torch.cuda.empty_cache()
 
 
 def unpinned() -> AbstractContextManager[None]:
