@@ -41,6 +41,15 @@ def plan_chunks(sizes: Iterable[int], bucket_bytes: int) -> tuple[Chunk, ...]:
     return tuple(chunks)
 
 
+def chunk_places(entries: Sequence[TensorEntry], chunks: Sequence[Chunk]) -> dict[str, tuple[int, int]]:
+    """Number of its chunk, and offset in there in bytes, of every tensor by name."""
+    return {
+        entry.name: (number, offset)
+        for number, chunk in enumerate(chunks)
+        for entry, offset in zip(entries[chunk.first : chunk.last], chunk.offsets, strict=True)
+    }
+
+
 def check_alignment(entries: Sequence[TensorEntry], chunks: Sequence[Chunk]) -> None:
     """A receiver looks at a tensor where it lies in its chunk: at a multiple of its element's size.
 

@@ -92,6 +92,44 @@ def test_a_broad_except_gives_its_reason(sources: list[Source]) -> None:
     assert not wrong, listed(wrong)
 
 
+def test_engines_are_not_patched(sources: list[Source]) -> None:
+    """No name of an engine's module or class is set; what makes SGLang start on a CPU is the one exception."""
+    wrong = []
+    for source in sources:
+        if source.module.endswith("cpu_shims"):
+            continue
+        theirs = set(_names_from(source.tree, {"vllm", "sglang"}))
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _root(node) in theirs:
+                wrong.append(f"{source.path}:{node.lineno} sets {ast.unparse(node)}")
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr" and _root(node.args[0]) in theirs:
+                wrong.append(f"{source.path}:{node.lineno} {ast.unparse(node)}")
+    assert not wrong, listed(wrong)
+
+
+def test_a_patched_engine_would_be_seen() -> None:
+    tree = ast.parse("from vllm.distributed import packed_tensor\npacked_tensor.torch = 1")
+    (target,) = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    assert _root(target) in set(_names_from(tree, {"vllm"}))
+
+
+def _names_from(tree: ast.AST, packages: set[str]) -> Iterator[str]:
+    """Names that imports from ``packages`` bind, anywhere in a file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] in packages:
+                    yield alias.asname or alias.name.partition(".")[0]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in packages:
+            yield from (alias.asname or alias.name for alias in node.names)
+
+
+def _root(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def test_there_are_no_loose_ends(sources: list[Source], scripts: list[Source]) -> None:
     wrong = [
         f"{source.where}:{token.start[0]}"

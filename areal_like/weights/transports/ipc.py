@@ -20,7 +20,7 @@ import torch
 
 from areal_like.api.weights import Manifest, TensorEntry, TransportKind
 from areal_like.errors import WeightUpdateError
-from areal_like.weights.chunks import plan_chunks
+from areal_like.weights.chunks import chunk_places, plan_chunks
 from areal_like.weights.device_packer import DevicePacker
 from areal_like.weights.manifest import make_manifest
 from areal_like.weights.transports.rounds import own_host
@@ -219,11 +219,7 @@ class IpcReader:
         self.device = device
         self._buckets = [handle.open(device) for handle in shared.buckets]
         chunks = plan_chunks([entry.nbytes for entry in manifest.tensors], shared.bucket_bytes)
-        self._places = {
-            entry.name: (number, offset)
-            for number, chunk in enumerate(chunks)
-            for entry, offset in zip(manifest.tensors[chunk.first : chunk.last], chunk.offsets, strict=True)
-        }
+        self._places = chunk_places(manifest.tensors, chunks)
 
     def read_into(self, entry: TensorEntry, target: torch.Tensor) -> None:
         """See :meth:`WeightReader.read_into`; ``target`` may lie on the GPU."""

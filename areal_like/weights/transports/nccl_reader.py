@@ -8,7 +8,7 @@ from typing import Self
 import torch
 
 from areal_like.api.weights import Manifest, TensorEntry
-from areal_like.weights.chunks import plan_chunks
+from areal_like.weights.chunks import chunk_places, plan_chunks
 from areal_like.weights.nccl import Group
 from areal_like.weights.transports.nccl import side_stream
 from areal_like.weights.transports.seat import Membership, Seat
@@ -24,11 +24,7 @@ class NcclReader:
         seat = Seat(manifest, membership)
         chunks = plan_chunks([entry.nbytes for entry in manifest.tensors], seat.bucket_bytes)
         self._buckets = [torch.empty(chunk.nbytes, dtype=torch.uint8, device=self.device) for chunk in chunks]
-        self._places = {
-            entry.name: (number, offset)
-            for number, chunk in enumerate(chunks)
-            for entry, offset in zip(manifest.tensors[chunk.first : chunk.last], chunk.offsets, strict=True)
-        }
+        self._places = chunk_places(manifest.tensors, chunks)
         try:
             seat.prepare()
             seat.receive(self._take)
