@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -185,11 +186,12 @@ def gpu_places(device: str, given: int | None) -> list[str | None]:
     """Values of CUDA_VISIBLE_DEVICES that runs are spread over."""
     if device == "cpu":
         return [None]
-    if given is None:
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if given is None and not named:
         from launcher.devices import this_machine
 
         given = max(1, this_machine().gpus)
-    return [str(i) for i in range(given)]
+    return [*(named or map(str, range(given or 1)))][:given]
 
 
 def measure(given: argparse.Namespace) -> Report:
