@@ -156,6 +156,23 @@ def comparison(timed: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def labelled_runs(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Runs that made steps, by the label of their curve: with the learning rate where the runs differ in it.
+
+    The rate is the part's own (``parts``: facts of each, where a file holds parts of several calls), else the file's.
+    """
+    facts = result.get("parts", {})
+    runs = {
+        (name, facts.get(part, result).get("learning_rate")): run
+        for part in ("timed", "side by side")
+        if isinstance(result.get(part), dict)
+        for name, run in result[part].items()
+        if isinstance(run, dict) and "reward" in run
+    }
+    several = len({rate for _, rate in runs}) > 1
+    return {f"{name}, lr {rate}" if several else name: runs[name, rate] for name, rate in sorted(runs, key=str)}
+
+
 def plot(result: Mapping[str, Any], out: Path) -> str:
     """Training reward (mean of 5 steps) and held-out reward by step, one colour a run."""
     import matplotlib as mpl
@@ -163,12 +180,8 @@ def plot(result: Mapping[str, Any], out: Path) -> str:
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    parts = (result.get("timed"), result.get("side by side"))
-    runs = {name: run for part in parts if isinstance(part, dict) for name, run in part.items()}
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), sharey=True)
-    for name, run in sorted(runs.items()):
-        if not isinstance(run, dict) or "reward" not in run:
-            continue
+    for name, run in labelled_runs(result).items():
         smooth = [fmean(run["reward"][max(0, i - 4) : i + 1]) for i in range(len(run["reward"]))]
         (line,) = left.plot(range(1, len(smooth) + 1), smooth, label=name.replace("eta", "η"))
         held_out = [(version, reward) for version, reward, _ in run["held_out"] if reward is not None]
@@ -195,7 +208,8 @@ def gpu_places(device: str, given: int | None) -> list[str | None]:
 
 
 def measure(given: argparse.Namespace) -> Report:
-    report = Report(given.out, "learning", budget=given.seconds, steps=given.steps, device=given.device)
+    facts = {"steps": given.steps, "learning_rate": given.lr, "device": given.device}
+    report = Report(given.out, "learning", budget=given.seconds, **facts)
     places = gpu_places(given.device, given.gpus)
     with tempfile.TemporaryDirectory() as name, GpuMeter() as gpus:
         setting = Setting(

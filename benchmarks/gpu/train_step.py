@@ -206,22 +206,31 @@ def measure_all(shapes: Sequence[str], seconds: float, out: Path | None, only: S
 
 
 def show(found: dict[str, Any]) -> None:
-    """The readings of a file as tables."""
+    """The readings of a file as tables, and those of the runs before that it keeps under ``earlier``."""
+    for one in (found, *found.get("earlier", ())):
+        rate = one.get("matmul_flops_per_second", float("nan")) / 1e12
+        print(f"\n{one['date']}, commit {one['commit'][:7]}, bf16 matmul {rate:.0f} TFLOP/s\n")
+        show_run(one["readings"])
+
+
+def show_run(readings: Sequence[dict[str, Any]]) -> None:
     print("| shape | reading | tokens/s | MFU | peak GB | above weights, gradients and moments |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for answer in found["readings"]:
+    for answer in readings:
         name = f"| {answer.get('shape', '')} | {answer['name']}"
         if "mfu" in answer:
-            memory = f"{answer['peak_gb']:.1f} | {answer['above_resident_gb']:.1f}"
+            above = f"{answer['above_resident_gb']:.1f}" if "above_resident_gb" in answer else ""
+            memory = f"{answer['peak_gb']:.1f} | {above}"
             print(f"{name} | {answer['tokens_per_second'] / 1e3:.1f}k | {answer['mfu']:.2f} | {memory} |")
         elif "kinds_ms" not in answer:
             print(f"{name} | {line_of(answer, 1.0)} | | | |")
-    for answer in found["readings"]:
+    for answer in readings:
         if "kinds_ms" in answer:
-            idle, wall = answer["idle_without_profiler_ms"], answer["wall_without_profiler_ms"]
+            wall = answer.get("wall_without_profiler_ms", answer["wall_ms"])
             kinds = ", ".join(f"{kind} {ms:.0f}" for kind, ms in answer["kinds_ms"].items())
-            print(f"\n{answer['shape']}, {answer['name']}: {wall:.0f} ms: {kinds}; idle {idle:.0f}")
-            print("host: " + ", ".join(f"{part['name']} {part['ms']:.0f}" for part in answer["host"][:8]))
+            print(f"\n{answer['shape']}, {answer['name']}: {wall:.0f} ms: {kinds}; idle {wall - answer['busy_ms']:.0f}")
+            if "host" in answer:
+                print("host: " + ", ".join(f"{part['name']} {part['ms']:.0f}" for part in answer["host"][:8]))
 
 
 def main() -> int:

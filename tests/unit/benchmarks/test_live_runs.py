@@ -135,6 +135,16 @@ def test_steps_fit_into_the_budget_and_are_never_too_few() -> None:
     assert two_gpu_async.steps_within(310) == 20  # (310 - 150) / (5 + 2 · 1.5)
 
 
+def test_curves_tell_their_learning_rate_where_runs_differ_in_it() -> None:
+    run = {"reward": [0.1]}
+    timed, beside = {"eta=0 decoupled": run}, {"eta=0 naive PPO": run, "eta=8 decoupled": {"failed": "x"}}
+    of_one_call = {"learning_rate": 1e-5, "timed": timed, "side by side": beside}
+    assert list(learning.labelled_runs(of_one_call)) == ["eta=0 decoupled", "eta=0 naive PPO"]
+    of_two = {**of_one_call, "parts": {"timed": {"learning_rate": 2e-5}, "side by side": {"learning_rate": 1e-5}}}
+    assert list(learning.labelled_runs(of_two)) == ["eta=0 decoupled, lr 2e-05", "eta=0 naive PPO, lr 1e-05"]
+    assert list(learning.labelled_runs({"timed": timed, "side by side": "not run"})) == ["eta=0 decoupled"]
+
+
 def test_a_figure_is_drawn_of_whatever_runs_there_are(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run = step_figures(run_of([1.0] * 6, [0.1] * 6), GpuMeter()) | {"held_out": [[0, 0.1, 1.0], [6, None, 2.0]]}
