@@ -83,7 +83,7 @@ class _AnyVersion(CompletionsDialect):
     """vLLM before 0.32 does not tell which version wrote a token. Here the answers' lengths count, not that."""
 
     def read(self, body: GenerateBody, content: bytes) -> Segment:
-        self._posted[body.rid] = (self._epoch.commits, self._epoch.version)
+        self._epoch.posted[body.rid] = (self._epoch.commits, self._epoch.version)
         return super().read(body, content)
 
 

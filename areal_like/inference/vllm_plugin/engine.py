@@ -2,16 +2,17 @@
 
 ``start`` touches nothing; ``update {stage}`` checks the manifest and begins to fetch; ``update {wait}`` tells how that
 ended; ``finish`` loads: layer-wise reload as vLLM's own engines do, then the tied head, whose packed copy vLLM
-forgets on a CPU. It uses private names of vLLM; the version is pinned in ``requirements/vllm.txt``.
+forgets on a CPU.
 
-What comes from GPU to GPU is received by vLLM's own engines (``native``) in ``finish``, straight into the loader.
+What comes from GPU to GPU is received by vLLM's own engines (``native``) in ``finish``, straight into the loader, or,
+once it is known where that puts each tensor, straight into the live parameters (``reloading``).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from areal_like.inference.vllm_plugin.delivery import Delivery, Source, open_del
 from areal_like.inference.vllm_plugin.parts import Parts
 from areal_like.inference.vllm_plugin.receiver import Receiver, Staged
 from areal_like.inference.vllm_plugin.recorder import Recorder, comparable, first_difference
+from areal_like.inference.vllm_plugin.reloading import InPlace, put_back, reloaded
 from areal_like.weights.checkpoint import HEAD, Expected
 from areal_like.weights.device_digest import DeviceDigests
 from areal_like.weights.nccl import NcclGroups
@@ -78,6 +80,7 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._loaded_seconds = 0.0
         self._damaged = False
         self._comparable: frozenset[str] | None = None
+        self._in_place: InPlace | None = None
         self._parts = Parts()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -119,7 +122,7 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             try:
                 _load(self.model, self.model_config, staged, self._parts)
             except BaseException:
-                _put_back(self.model)
+                put_back(self.model)
                 raise
         self._damaged = False
         self._loaded, self._loaded_seconds = staged.manifest, staged.seconds
@@ -170,6 +173,10 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._digests = DeviceDigests(self.device)
             native.load_engines()
         self._digests.reserve(max(entry.nbytes for entry in manifest.tensors))
+        if self._in_place is None:
+            self._in_place = InPlace(self.model, self.vllm_config)
+        held_back = self._held_back()
+        self._in_place.prepare([entry for entry in manifest.tensors if entry.name not in held_back])
         return open_delivery(manifest, self._member, self.device)
 
     def _member(self) -> Membership:
@@ -187,7 +194,7 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             nonlocal touched
             if touched:  # by a group that broke
                 torch.cuda.synchronize()
-                _put_back(self.model)
+                put_back(self.model)
             touched = self._damaged = True
             self._parts.end("await")
             self._take(manifest, source)
@@ -198,18 +205,20 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         except BaseException:
             if touched:
                 torch.cuda.synchronize()
-                _put_back(self.model)
+                put_back(self.model)
             raise
 
     def _take(self, manifest: Manifest, source: Source) -> None:
-        assert self._digests is not None
-        tied, parts = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False)), self._parts
+        assert self._digests is not None and self._in_place is not None
+        held_back, parts = self._held_back(), self._parts
         if self._comparable is None:
             self._comparable = comparable(self.model, _COMPARED_BYTES)
-        held_back = frozenset({HEAD}) if tied else frozenset()
-        recorder = Recorder(self.model, self._digests, kept=self._comparable, held_back=held_back)
+        in_place = self._in_place.loader([entry for entry in manifest.tensors if entry.name not in held_back])
+        loader = self.model if in_place is None else in_place
+        way = reloaded(self.model, self.model_config, tied=self._tied(), parts=parts)
+        recorder = Recorder(loader, self._digests, kept=self._comparable, held_back=held_back)
         try:
-            with torch.no_grad(), _reloaded(self.model, self.model_config, tied=tied, parts=parts):
+            with torch.no_grad(), way if in_place is None else nullcontext():
                 native.feed(source, recorder, manifest, self)
                 parts.end("load")  # handed to the device, which may still be at it
                 native.settle()
@@ -220,16 +229,23 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 parts.end("verify")
         finally:
             recorder.drop()
-        _check_arrived(self.model, recorder.copies, recorder.loaded, tied=tied)
+        _check_arrived(self.model, recorder.copies, recorder.loaded, tied=self._tied())
+        self._in_place.prove(manifest, held_back, self._digests)
         parts.end("check")
+
+    def _tied(self) -> bool:
+        return bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
+
+    def _held_back(self) -> frozenset[str]:
+        """Tensors that the loader must not see: a head that is the embedding."""
+        return frozenset({HEAD}) if self._tied() else frozenset()
 
     def _newest(self) -> tuple[int, int]:
         return (self._loaded.incarnation, self._loaded.version) if self._loaded else (-1, -1)
 
     def _expect(self) -> Expected:
         if self._expected is None:
-            tied = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
-            self._expected = Expected.of(Path(self.model_config.model), tied=tied)
+            self._expected = Expected.of(Path(self.model_config.model), tied=self._tied())
         return self._expected
 
 
@@ -241,34 +257,12 @@ def _load(model: Any, model_config: Any, staged: Staged, parts: Parts) -> None:
     """
     tied = bool(getattr(model_config.hf_config, "tie_word_embeddings", False))
     travelling = {name: tensor for name, tensor in staged.tensors.items() if not (tied and name == HEAD)}
-    with torch.no_grad(), _reloaded(model, model_config, tied=tied, parts=parts):
+    with torch.no_grad(), reloaded(model, model_config, tied=tied, parts=parts):
         loaded = model.load_weights(iter(travelling.items()))
         parts.end("load")
     small = {name: tensor for name, tensor in travelling.items() if tensor.nbytes <= _COMPARED_BYTES}
     _check_arrived(model, small, loaded, tied=tied)
     parts.end("check")
-
-
-@contextmanager
-def _reloaded(model: Any, model_config: Any, *, tied: bool, parts: Parts) -> Iterator[None]:
-    """Around ``model.load_weights``: vLLM's layer-wise reload, and heads that follow their embedding."""
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    initialize_layerwise_reload(model)
-    parts.end("begin")
-    yield
-    finalize_layerwise_reload(model, model_config)
-    for head in _tied_heads(model, tied=tied):
-        head.quant_method.process_weights_after_loading(head)
-    parts.end("finalize")
-
-
-def _tied_heads(model: torch.nn.Module, *, tied: bool) -> Iterator[Any]:
-    """Heads whose weight is the embedding's: a CPU keeps a packed copy of it that reloading does not renew."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    if tied:
-        yield from (module for module in model.modules() if isinstance(module, ParallelLMHead))
 
 
 def _check_arrived(
@@ -283,15 +277,3 @@ def _check_arrived(
     odd = first_difference(parameters, sent)
     if odd:
         raise WeightUpdateError(f"tensor {odd!r} was loaded, and the model's parameter differs from it")
-
-
-def _put_back(model: torch.nn.Module) -> None:
-    """End a reload that failed half-way: vLLM would take the next one for its continuation."""
-    from vllm.model_executor.model_loader.reload import layerwise
-
-    for layer in model.modules():
-        info = layerwise.get_layerwise_info(layer)
-        if info.can_load():
-            if info.kernel_tensors is not None:
-                layerwise._place_kernel_tensors(layer, info)
-            info.reset()
