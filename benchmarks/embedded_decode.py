@@ -20,6 +20,7 @@ import json
 import multiprocessing
 import platform
 import random
+import sys
 import tempfile
 import threading
 import time
@@ -31,6 +32,7 @@ import aiohttp
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from areal_like.api.wire import GenerateBody, SamplingBody
 from areal_like.inference.embedded.allocator import keep_freed_memory
 from areal_like.inference.embedded.engine import DecodeEngine
@@ -40,6 +42,7 @@ from areal_like.inference.embedded.requests import Request, RequestLimits, make_
 from areal_like.inference.embedded.server import run_server
 from areal_like.inference.embedded.slots import CacheShape
 from areal_like.inference.spec import InferenceServerSpec
+from benchmarks.demo_runs import write_result
 
 TOKEN = "benchmark"
 CONTEXT = 1024
@@ -194,10 +197,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     args = parser.parse_args()
     result = measure(args)
-    text = json.dumps(result, indent=2)
-    print(text)
+    print(json.dumps(result, indent=2))
     if args.out:
-        args.out.write_text(text + "\n", encoding="utf-8")
+        write_result(args.out, result)
 
 
 if __name__ == "__main__":

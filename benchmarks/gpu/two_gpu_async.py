@@ -15,7 +15,7 @@ import math
 import sys
 import tempfile
 from pathlib import Path
-from statistics import stdev
+from statistics import fmean, stdev
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -69,25 +69,34 @@ def overrides(eta: int, given: argparse.Namespace, data: Path, steps: int, *, fa
 
 
 def compare(found: dict[str, Any]) -> dict[str, Any]:
-    """Each η beside η = 0: the ratio of step times, and of final rewards in standard errors of a step's reward."""
+    """Each η beside η = 0: the ratio of step times; rewards after equal ``steps``: their difference, its standard error."""
     sync = found.get("eta=0")
     if not isinstance(sync, dict) or "seconds_per_step" not in sync:
         return {}
     return {
         name: {
             "faster_than_sync": round(sync["seconds_per_step"] / run["seconds_per_step"], 3),
-            "reward_difference": round(run["reward_last"] - sync["reward_last"], 4),
-            "reward_noise": _noise(sync["reward"], run["reward"]),
+            **_rewards_beside(sync["reward"], run["reward"]),
         }
         for name, run in found.items()
         if name != "eta=0" and isinstance(run, dict) and "seconds_per_step" in run
     }
 
 
-def _noise(first: list[float], second: list[float]) -> float | None:
-    """Standard error of the difference of the two final rewards, from the spread of their last steps."""
-    ends = [r[-max(2, len(r) // 4) :] for r in (first, second) if len(r) > 1]
-    if len(ends) < 2:
+def _rewards_beside(sync: list[float], other: list[float]) -> dict[str, Any]:
+    """Means of the last quarter, two steps at least, of the steps that both made, and the spread of the same steps."""
+    steps = min(len(sync), len(other))
+    before, after = (rewards[:steps][-max(2, steps // 4) :] for rewards in (sync, other))
+    return {
+        "steps": steps,
+        "reward_difference": round(fmean(after) - fmean(before), 4),
+        "reward_noise": _noise(before, after),
+    }
+
+
+def _noise(*ends: list[float]) -> float | None:
+    """Standard error of the difference of the means; None where a single step tells no spread."""
+    if any(len(end) < 2 for end in ends):
         return None
     return round(math.sqrt(sum(stdev(end) ** 2 / len(end) for end in ends)), 4)
 

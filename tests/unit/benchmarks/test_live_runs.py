@@ -129,6 +129,16 @@ def test_asynchronous_runs_are_told_beside_the_synchronous_one() -> None:
     assert found["eta=2"]["reward_noise"] == pytest.approx(0.1414, abs=1e-4)
 
 
+def test_rewards_are_compared_after_equal_steps_with_the_noise_of_those_steps() -> None:
+    sync = {"seconds_per_step": 2.0, "reward": [0.0] * 16 + [9.0] * 8}
+    other = {"seconds_per_step": 1.0, "reward": [0.0] * 12 + [1.0, 1.0, 0.0, 0.0]}
+    found = two_gpu_async.compare({"eta=0": sync, "eta=2": other})["eta=2"]
+    # of the last four of 16: a mean of 0.5, a deviation of √(1/3) and so an error of √(1/12)
+    assert (found["steps"], found["reward_difference"], found["reward_noise"]) == (16, 0.5, 0.2887)
+    one = two_gpu_async.compare({"eta=0": sync, "eta=4": other | {"reward": [0.25]}})["eta=4"]
+    assert (one["steps"], one["reward_difference"], one["reward_noise"]) == (1, 0.25, None)
+
+
 def test_steps_fit_into_the_budget_and_are_never_too_few() -> None:
     assert two_gpu_async.steps_within(1e6) == 40
     assert two_gpu_async.steps_within(100) == 8
