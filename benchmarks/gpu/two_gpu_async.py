@@ -69,7 +69,7 @@ def overrides(eta: int, given: argparse.Namespace, data: Path, steps: int, *, fa
 
 
 def compare(found: dict[str, Any]) -> dict[str, Any]:
-    """Each η beside η = 0: the ratio of step times; rewards after equal ``steps``: their difference, its standard error."""
+    """Each η beside η = 0: the ratio of step times; rewards after equal ``steps``: difference and standard error."""
     sync = found.get("eta=0")
     if not isinstance(sync, dict) or "seconds_per_step" not in sync:
         return {}
