@@ -108,6 +108,18 @@ def name_of(eta: int, method: str) -> str:
     return f"eta={eta} {method}"
 
 
+def run_named(name: str) -> tuple[int, str]:
+    """(η, method) of ``eta=2 decoupled``.
+
+    Raises:
+        SystemExit: another name.
+    """
+    eta, _, method = name.removeprefix("eta=").partition(" ")
+    if not (name.startswith("eta=") and eta.isdigit() and method in METHODS):
+        raise SystemExit(f"--beside {name!r}: write 'eta=N METHOD', METHOD one of {', '.join(METHODS)}")
+    return int(eta), method
+
+
 def timed_runs(report: Report, setting: Setting, gpus: GpuMeter, gpu: str | None) -> dict[str, Any]:
     """η = 0 and η = 2, each alone; what is told is reported run by run."""
     found: dict[str, Any] = {}
@@ -227,7 +239,7 @@ def measure(given: argparse.Namespace) -> Report:
             if timed is not None and len(timed) == len(TIMED):
                 report.part("asynchrony", lambda: comparison(timed))
         if "side by side" in given.parts:
-            wanted = BESIDE[:1] if given.quick else BESIDE
+            wanted = BESIDE[:1] if given.quick else [run_named(name) for name in given.beside] or BESIDE
             smaller = replace(setting, kv_gb=6.0)
             report.part(
                 "side by side",
@@ -240,6 +252,9 @@ def measure(given: argparse.Namespace) -> Report:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=["timed", "side by side"], choices=["timed", "side by side"])
+    parser.add_argument(
+        "--beside", nargs="+", default=[], metavar="RUN", help="runs side by side: 'eta=2 decoupled' ..."
+    )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=32, help="groups a step")
     parser.add_argument("--samples", type=int, default=8, help="siblings a group")

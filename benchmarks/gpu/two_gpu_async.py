@@ -36,7 +36,7 @@ from workflows.additions import Task, write
 
 ETAS = (0, 2, 4)
 #: seconds from the start of a run to its first step, and of a step: guesses from which the steps are chosen
-_START, _SYNC_STEP, _ASYNC_STEP = 50.0, 5.0, 1.5
+_START, _SYNC_STEP, _ASYNC_STEP = 60.0, 8.0, 4.5
 _FEWEST, _MOST = 8, 40
 
 
@@ -109,7 +109,7 @@ def measure(given: argparse.Namespace, budget: float, out: Path | None) -> dict[
         folder = Path(name)
         write(folder / "data", Task(valid=8, longest=48, median=16, shortest=4) if given.quick else Task())
         runs: dict[str, Any] = {}
-        for eta in ETAS[:2] if given.quick else ETAS:
+        for eta in given.etas[:2] if given.quick else given.etas:
 
             def experiment(fallback: bool, eta: int = eta) -> Experiment:
                 return Experiment(
@@ -139,6 +139,7 @@ def run_part(out: Path, *, quick: bool, budget_seconds: float) -> dict[str, Any]
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, help="default: as many as should fit into --seconds")
+    parser.add_argument("--etas", type=int, nargs="+", default=list(ETAS), help="in this order; 0 is compared with")
     parser.add_argument("--transport", default="collective", help="collective, shm or disk")
     parser.add_argument("--engine", choices=["vllm", "embedded"], default="vllm")
     parser.add_argument("--smollm2", type=Path, default=ROOT / "models" / "smollm2", help="python -m launcher.smollm2")
