@@ -22,8 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -66,12 +66,13 @@ OURS |= {"controller, unseeded": Load(what="controller")}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """``requests`` by concurrency; ``prompt`` and ``answer`` in tokens."""
+    """``requests`` by concurrency; ``prompt`` and ``answer`` in tokens; ``clients`` by name."""
 
     requests: Mapping[int, int]
     prompt: int = 128
     answer: int = 128
     repeats: int = 2
+    clients: Sequence[str] = (BENCH, BENCH_IDS, *OURS)
 
 
 QUICK = Plan(requests={4: 8}, prompt=16, answer=8, repeats=1)
@@ -110,7 +111,7 @@ class Turns:
 
     def compare(self, concurrency: int, gpus: GpuMeter, report: Report) -> dict[str, Any]:
         """Every client ``repeats`` times, in turns; the order is turned round every time. No turn begins too late."""
-        rates: dict[str, list[float]] = {name: [] for name in (BENCH, BENCH_IDS, *OURS)}
+        rates: dict[str, list[float]] = {name: [] for name in self._plan.clients}
         failures: dict[str, str] = {}
         busy: dict[str, Any] = {}
         for repeat in range(self._plan.repeats):
@@ -195,6 +196,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["1.5b"], choices=["1.5b", "smollm2"])
     parser.add_argument("--smollm2", type=Path, default=ROOT / "models" / "smollm2", help="python -m launcher.smollm2")
+    parser.add_argument("--concurrency", type=int, nargs="+", choices=list(FULL.requests), help="default: all")
+    parser.add_argument("--clients", nargs="+", choices=list(FULL.clients), help="default: all")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--python", help="vLLM's interpreter; default: this one, on a CPU .venv-vllm's")
     parser.add_argument("--seconds", type=float, default=400.0, help="no part begins later than this")
@@ -204,6 +207,9 @@ def main() -> int:
     given = parser.parse_args()
     limit_time(given.seconds + 60.0)
     plan = QUICK if given.quick else FULL
+    if given.concurrency and not given.quick:
+        plan = replace(plan, requests={n: plan.requests[n] for n in given.concurrency})
+    plan = replace(plan, clients=given.clients or plan.clients)
     report = Report(given.out, "generation", budget=given.seconds, plan=asdict(plan), device=given.device)
     with tempfile.TemporaryDirectory() as name:
         for model in given.models:
