@@ -4,7 +4,8 @@
     apply: begin_weight_update --> for each run of tensors: one broadcast --> end_weight_update
 
 Bytes go straight into the live weights, so nothing is sent before the pause, and a transfer that breaks leaves the
-server damaged: it stays out until a whole update went through, over a new group.
+server damaged: it stays out until a whole update went through, over a new group. SGLang gives its groups no time limit
+of ours: one whose trainer is lost in the middle of a tensor over gloo waits for half an hour, and is told to be restarted.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from areal_like.weights.manifest import ITEM_BYTES
 
 #: seconds for small calls beside an update
 _SMALL = 30.0
+#: seconds within which a scheduler that runs hears a call, however long its steps are
+_HEARS = 15.0
 #: bytes of the longest line of the door
 _LONGEST = 4 * 2**20
 
@@ -68,6 +71,7 @@ class GroupLoad:
         self._door: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._at: tuple[str, int] = ("", 0)
         self._group = ""
+        self._left: list[str] = []
         self._meeting: Meeting | None = None
         self._runs: Sequence[Sequence[TensorEntry]] = ()
         self._checksums: Mapping[str, str] = {}
@@ -83,6 +87,8 @@ class GroupLoad:
             raise WeightUpdateError("weights.transport=collective: SGLang takes no updates over groups with pipelines")
         if meeting.backend == "nccl" and facts.device != "cuda":
             raise WeightUpdateError(f"weights.group=nccl, and the server is on {facts.device}: use weights.group=gloo")
+        if not self._stands(meeting):
+            await _check_hears(http)
         try:
             await self._meet(meeting, facts, http)
             comparable = facts.device == "cpu" and facts.ranks == 1
@@ -113,9 +119,9 @@ class GroupLoad:
                     await self._send(http, meeting, run, last, deadline - time.monotonic())
                 await http.post("/end_weight_update", {}, timeout=_SMALL)
         except (TimeoutError, OSError, ValueError, ArealLikeError) as error:
+            await self._leave(http)  # first: it may still wait for bytes in there
             with suppress(ArealLikeError):
-                await http.post("/end_weight_update", {}, timeout=_SMALL)
-            await self._leave(http)
+                await http.post("/end_weight_update", {}, timeout=_HEARS)
             if isinstance(error, Refused):
                 raise
             raise WeightUpdateError(f"the transfer broke: {type(error).__name__}: {error}") from error
@@ -130,12 +136,11 @@ class GroupLoad:
 
     async def _meet(self, meeting: Meeting, facts: ServerFacts, http: EngineHttp) -> None:
         """Be in a group with the trainer; the one from before, if its connection still stands."""
-        at = (meeting.host, meeting.door)
-        if self._door is not None and self._group and self._at == at and not self._door[0].at_eof():
+        if self._stands(meeting):
             return
         await self._leave(http)
         self._door = await asyncio.open_connection(meeting.host, meeting.door, limit=_LONGEST)
-        self._at = at
+        self._at = (meeting.host, meeting.door)
         name = f"areal-like-{secrets.token_hex(8)}"
         world = 1 + facts.ranks
         joined = {
@@ -148,13 +153,18 @@ class GroupLoad:
         await _both(self._hear(), http.post("/init_weights_update_group", joined, timeout=_SMALL))
         self._group = name
 
+    def _stands(self, meeting: Meeting) -> bool:
+        """We are in a group with that trainer, as far as we know."""
+        at = (meeting.host, meeting.door)
+        return self._door is not None and bool(self._group) and self._at == at and not self._door[0].at_eof()
+
     async def _leave(self, http: EngineHttp) -> None:
-        """Forget the group, here and in the server, whatever state it is in."""
-        name = self._group
+        """Forget every group, here and in the server, whatever state it is in: what comes too late fails by its name."""
         self._shut()
-        if name:
+        left, self._left = self._left, []
+        for name in left:
             with suppress(ArealLikeError):
-                await http.post("/destroy_weights_update_group", {"group_name": name}, timeout=_SMALL)
+                await http.post("/destroy_weights_update_group", {"group_name": name}, timeout=_HEARS)
 
     async def _begin(self, http: EngineHttp) -> None:
         """Open the server's session; one that somebody left open is closed first."""
@@ -189,6 +199,8 @@ class GroupLoad:
 
     def _shut(self) -> None:
         """Leave; the trainer's side ends with the connection, and with it the group."""
+        if self._group:
+            self._left.append(self._group)
         door, self._door, self._group = self._door, None, ""
         if door is not None:
             door[1].close()
@@ -211,6 +223,17 @@ class GroupLoad:
         if "error" in answer:
             raise WeightUpdateError(str(answer["error"]))
         return answer
+
+
+async def _check_hears(http: EngineHttp) -> None:
+    """Raises WeightUpdateError unless the scheduler runs: it would join a group when nobody is in it any more."""
+    try:
+        await http.get("/server_info", timeout=_HEARS)
+    except ArealLikeError as error:
+        raise WeightUpdateError(
+            f"its scheduler does not answer ({error}): it may still wait for a trainer that was lost while it sent, up "
+            "to gloo's limit of half an hour; restart the server, or try again later"
+        ) from error
 
 
 async def _both(hear: Coroutine[Any, Any, Any], tell: Coroutine[Any, Any, Any]) -> None:

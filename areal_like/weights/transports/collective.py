@@ -67,6 +67,7 @@ class CollectiveWriter:
         self._bucket_bytes = aligned_bucket_bytes(bucket_bytes)
         self._host = host
         self._store, self._port = open_store(host)
+        self._rounds = self._store.clone()  # of the sender's own: whoever waits at a connection holds up the others
         self._door = Door(host=host, store=self._store, backend=_BACKEND, device=torch.device("cpu"))
         self._changed = threading.Condition()
         self._offer: _Offer | None = None
@@ -123,7 +124,7 @@ class CollectiveWriter:
 
     def _send(self, offer: _Offer, prefix: str, size: int) -> None:
         """Every bucket to a group, which ends with this call: its sockets close, and whoever still waits notices."""
-        group = _group(self._store, prefix, 0, size, self._host)
+        group = _group(self._rounds, prefix, 0, size, self._host)
         for bucket in offer.buckets:
             _broadcast(group, bucket)
 
@@ -131,11 +132,11 @@ class CollectiveWriter:
         """Wait for the readers of a round and tell them how many they are; 0 when the offer is over."""
         prefix, first = f"{offer.key}/{number}", 0.0
         while not self._closed and self._offer is offer:
-            joined: int = self._store.add(f"{prefix}/joined", 0)
+            joined: int = self._rounds.add(f"{prefix}/joined", 0)
             now = time.monotonic()
             first = first or (now if joined else 0.0)
             if joined and (joined >= wanted or now - first > JOIN_WINDOW):
-                self._store.set(f"{prefix}/members", str(joined))
+                self._rounds.set(f"{prefix}/members", str(joined))
                 return joined
             time.sleep(_LOOK)
         return 0

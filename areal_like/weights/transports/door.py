@@ -83,7 +83,8 @@ class Door:
         device: torch.device,
         on_lost: Callable[[str], None] = lambda server: None,
     ) -> None:
-        """``store``: where ``backend`` groups meet; the engine reaches it under the writer's address.
+        """``store``: where ``backend`` groups meet; the engine reaches it under the writer's address. Each guest gets
+        a connection to it of its own, since whoever waits at one holds up everybody else there.
 
         ``on_lost``: called with the name of a server that was lost, on a thread of the door's.
         """
@@ -115,7 +116,7 @@ class Door:
     def _attend(self, connection: socket.socket) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        guest = _Guest(self._store, self._backend, self._device, self._host)
+        guest = _Guest(self._store.clone(), self._backend, self._device, self._host)
         with connection, connection.makefile("rwb") as stream, suppress(OSError, ValueError):
             while line := stream.readline(_LONGEST):
                 self._serve(guest, json.loads(line), cast(BinaryIO, stream))

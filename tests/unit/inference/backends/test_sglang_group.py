@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from areal_like.api.weights import InterruptMode, Manifest, TensorEntry, TransportKind
 from areal_like.errors import WeightUpdateError
+from areal_like.inference.backends import sglang_group
 from areal_like.inference.backends.base import LinkSettings
 from areal_like.inference.backends.sglang import SglangBackend
 from areal_like.inference.backends.sglang_control import SglangControl
@@ -28,7 +29,10 @@ ITEM = {"float32": 4}
 
 
 class Grouped(Sglang):
-    """With the group and session calls of SGLang >= 0.5.21. ``breaks``: the update call at which it fails."""
+    """With the group and session calls of SGLang >= 0.5.21. ``breaks``: the update call at which it fails.
+
+    ``hears``: its scheduler does; it does not while it waits in a collective call. ``receives``: a broadcast begins.
+    """
 
     def __init__(self, model: Path) -> None:
         super().__init__(model)
@@ -37,6 +41,14 @@ class Grouped(Sglang):
         self.breaks = -1
         self.updates = 0
         self.bytes = dict.fromkeys(MODEL, b"")
+        self.hears = asyncio.Event()
+        self.hears.set()
+        self.receives = asyncio.Event()
+        self.receives.set()
+
+    async def server_info(self, content: dict[str, Any]) -> web.Response:
+        await self.hears.wait()
+        return await super().server_info(content)
 
     def refused(self, message: str) -> web.Response:
         return web.json_response({"success": False, "message": message}, status=400)
@@ -80,6 +92,7 @@ class Grouped(Sglang):
         flat = torch.empty(sum(sizes), dtype=torch.uint8)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
+        await self.receives.wait()
         group = self.groups[content["group_name"]]
         await asyncio.to_thread(lambda: group.broadcast([flat], options).wait())
         if self.updates == self.breaks:
@@ -149,6 +162,42 @@ async def test_a_transfer_that_breaks_keeps_the_server_out_until_a_whole_update(
     await update(control, version(writer, 3))
     assert engine.label == "i0.v3"
     assert not (await control.health(timeout=10)).paused
+
+
+async def test_a_scheduler_that_waits_for_a_lost_trainer_is_told_and_asked_nothing_that_would_run_later(
+    control: SglangControl, engine: Grouped, writer: CollectiveWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await update(control, version(writer, 1))
+    (group,) = engine.groups
+    engine.breaks = engine.updates + 1
+    with pytest.raises(WeightUpdateError, match="it stays paused"):
+        await update(control, version(writer, 2))
+    engine.breaks = -1
+    engine.hears.clear()
+    monkeypatch.setattr(sglang_group, "_HEARS", 0.1)
+    asked = engine.paths()
+    with pytest.raises(WeightUpdateError, match="scheduler does not answer.*restart the server"):
+        await control.stage(version(writer, 3), timeout=20)
+    assert engine.paths() == asked
+    engine.hears.set()
+    await update(control, version(writer, 4))
+    assert (engine.label, group in engine.groups) == ("i0.v4", False)
+
+
+async def test_a_group_that_was_given_up_is_ended_in_the_server_before_the_next(
+    control: SglangControl, engine: Grouped, writer: CollectiveWriter
+) -> None:
+    """Whoever gives up in the middle of a transfer has no time to tell the server."""
+    await update(control, version(writer, 1))
+    (group,) = engine.groups
+    await control.stage(version(writer, 2), timeout=20)
+    engine.receives.clear()
+    commit = control.commit(version=2, incarnation=0, mode=InterruptMode.RECOMPUTE, timeout=20)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(commit, 0.3)
+    engine.receives.set()
+    await update(control, version(writer, 3))
+    assert (engine.label, group in engine.groups, len(engine.groups)) == ("i0.v3", False, 1)
 
 
 async def test_a_session_that_somebody_left_open_is_closed_first(

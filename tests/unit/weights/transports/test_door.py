@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -16,7 +17,9 @@ import torch
 
 from areal_like.api.weights import Manifest
 from areal_like.weights.nccl import NcclGroups
+from areal_like.weights.transports.base import make_reader
 from areal_like.weights.transports.collective import CollectiveWriter
+from areal_like.weights.transports.door import CALL_TIMEOUT
 from areal_like.weights.transports.nccl import NcclWriter
 
 WEIGHTS = {
@@ -150,6 +153,28 @@ def test_an_engine_that_is_lost_is_an_error_and_costs_others_nothing(manifest: M
     assert len(other.say(op="sums", members=[["a"]])["sums"]) == 1
     other.leave()
     engine.stdout.close()
+
+
+def test_an_engine_that_never_comes_to_its_group_holds_up_nobody(
+    writer: CollectiveWriter, manifest: Manifest, guest: Guest
+) -> None:
+    """Rank 0 waits for it at the store for a minute; the next version is published and read meanwhile."""
+    assert guest.say(op="join", group="nobody", world=2) == {"ready": True}
+    began = time.monotonic()
+    newer = writer.write(2, 0, iter(WEIGHTS.items()))
+    with make_reader(newer) as reader:
+        for entry in newer.tensors:
+            target = torch.empty(entry.shape, dtype=WEIGHTS[entry.name].dtype)
+            reader.read_into(entry, target)
+            assert torch.equal(target, WEIGHTS[entry.name])
+    other = Guest(newer)
+    engine = start_engine(other, "g4", len(raw("a")))
+    assert other.say(op="join", group="g4", world=2) == {"ready": True}
+    assert other.hear() == {"done": True}
+    assert time.monotonic() - began < CALL_TIMEOUT / 2
+    engine.kill()
+    engine.communicate()
+    other.leave()
 
 
 @pytest.mark.gpu
