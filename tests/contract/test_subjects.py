@@ -1,0 +1,43 @@
+"""What the contract tests stand on: servers are started so that nothing of the test's can stop them."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from subjects import started
+
+#: more than any pipe holds unless it was told to
+MUCH = 2**21
+_TALKER = """
+import socket, sys
+listener = socket.create_server(("127.0.0.1", 0))
+with open(int(sys.argv[-1]), "w") as line:
+    line.write(f"http://127.0.0.1:{listener.getsockname()[1]}")
+while True:
+    connection, _ = listener.accept()
+    sys.stdout.write("o" * int(sys.argv[1]))
+    sys.stderr.write("e" * int(sys.argv[1]))
+    sys.stdout.flush()
+    with connection:
+        connection.sendall(b"here")
+"""
+
+
+def test_a_server_that_prints_more_than_a_pipe_holds_goes_on_answering(tmp_path: Path) -> None:
+    with started([sys.executable, "-c", _TALKER, str(MUCH)], tmp_path, "talker") as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        for _ in range(2):
+            with socket.create_connection((host, int(port)), timeout=20) as asked:
+                assert asked.recv(16) == b"here"
+    assert server.log.stat().st_size >= 4 * MUCH
+
+
+def test_a_server_that_does_not_start_is_told_with_its_last_words(tmp_path: Path) -> None:
+    with (
+        pytest.raises(AssertionError, match=r"stillborn did not start:\n.*no room"),
+        started([sys.executable, "-c", "raise SystemExit('no room')"], tmp_path, "stillborn"),
+    ):
+        pass
