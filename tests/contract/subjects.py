@@ -157,7 +157,7 @@ def started(
 ) -> Iterator[ServerProcess]:
     """Run ``command``, and wait until it has written its address into the descriptor whose number is its last argument.
 
-    What it prints goes into a file: a pipe that nobody reads is full after 64 KiB, and whoever prints then stands still.
+    What it prints goes into a file: a pipe that nobody reads is full after 64 KiB, and who prints then stands still.
     """
     log = folder / f"{name}-{secrets.token_hex(3)}.log"
     ours, theirs = os.pipe()

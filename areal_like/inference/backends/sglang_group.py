@@ -5,7 +5,8 @@
 
 Bytes go straight into the live weights, so nothing is sent before the pause, and a transfer that breaks leaves the
 server damaged: it stays out until a whole update went through, over a new group. SGLang gives its groups no time limit
-of ours: one whose trainer is lost in the middle of a tensor over gloo waits for half an hour, and is told to be restarted.
+of ours: if its trainer is lost in the middle of a tensor, over gloo, it waits for half an hour; it is told to be
+restarted, and asked nothing meanwhile.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ class GroupLoad:
         return self._door is not None and bool(self._group) and self._at == at and not self._door[0].at_eof()
 
     async def _leave(self, http: EngineHttp) -> None:
-        """Forget every group, here and in the server, whatever state it is in: what comes too late fails by its name."""
+        """Forget every group, here and in the server, whatever its state: what comes too late fails by its name."""
         self._shut()
         left, self._left = self._left, []
         for name in left:

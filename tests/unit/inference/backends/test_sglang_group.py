@@ -176,7 +176,7 @@ async def test_a_scheduler_that_waits_for_a_lost_trainer_is_told_and_asked_nothi
     engine.hears.clear()
     monkeypatch.setattr(sglang_group, "_HEARS", 0.1)
     asked = engine.paths()
-    with pytest.raises(WeightUpdateError, match="scheduler does not answer.*restart the server"):
+    with pytest.raises(WeightUpdateError, match=r"scheduler does not answer.*restart the server"):
         await control.stage(version(writer, 3), timeout=20)
     assert engine.paths() == asked
     engine.hears.set()
