@@ -18,7 +18,7 @@ class ServerEpoch:
         self.version = -1
         self.commits = 0
         self.updating = False
-        #: of an update: the live weights may be changing
+        #: of an update: what is written now may be of the new weights
         self.loading = False
         #: where answers tell no versions: requests that have no answer yet -> (commits, version) as they were posted
         self.posted: dict[str, tuple[int, int]] = {}
@@ -39,7 +39,7 @@ class ServerEpoch:
         self.commits += 1
 
     def load(self) -> None:
-        """It may touch the live weights from here on."""
+        """It may write under the new weights from here on. While it is paused, it writes nothing."""
         self.loading = True
 
     def end(self, incarnation: int, version: int) -> None:

@@ -2,41 +2,38 @@
 
 An update:
 
-    start, update{stage} --> workers fetch and verify in the background, generation goes on --> status: staged
-    pause (by mode) --> finish (load, refresh tied heads) + label --> resume --> status: applied
+    stage --> workers fetch and verify in the background, generation goes on --> status: staged
+    begin, beside it the metrics --> pause (by mode) --> finish (load, refresh tied heads) + label --> resume, status
 
-Nothing touches the live weights before the pause, and nothing but these three calls is made while it lasts: ``finish``
-answers well only if every worker has loaded and verified what it had staged. If it fails, the workers say whether it
-had begun to load: if not, the server runs on as it was; if so, it stays paused and leaves the rotation, and the next
-whole update mends it.
+Each arrow is a round trip: a busy server takes tens of milliseconds to come to a call, and the trainer waits for all of
+them. So what need not be asked apart is not. Nothing touches the live weights before the pause, and nothing but pause,
+finish and resume is asked for while it lasts: ``finish`` answers well only if every worker has loaded and verified what
+``begin`` had named. If it fails, the workers say whether it had begun to load: if not, the server runs on as it was; if
+so, it stays paused and leaves the rotation, and the next whole update mends it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
-from typing import Any
-
-from pydantic import BaseModel, ConfigDict, ValidationError
+from typing import Any, NoReturn, TypeVar
 
 from areal_like.api.weights import CommitReceipt, InterruptMode, Manifest
 from areal_like.api.wire import DigestAnswer, HealthAnswer, PauseAnswer, StageAnswer
 from areal_like.client.memory import MemoryPart
-from areal_like.errors import (
-    ArealLikeError,
-    RequestError,
-    ServerUnavailable,
-    StaleCommand,
-    WeightUpdateError,
-)
+from areal_like.errors import ArealLikeError, ServerUnavailable, StaleCommand, WeightUpdateError
 from areal_like.inference.backends.epoch import ServerEpoch
 from areal_like.inference.backends.http_control import EngineHttp
 from areal_like.inference.backends.labels import version_label
 from areal_like.inference.backends.vllm_dialect import completion_id, internal_id
 from areal_like.inference.backends.vllm_memory import VllmMemory
+from areal_like.inference.backends.vllm_workers import VllmWorkers, WorkerStatus
+
+_First = TypeVar("_First")
+_Second = TypeVar("_Second")
 
 #: seconds between two looks at a staging: first, and at most
 _FIRST_LOOK, _LONGEST_LOOK = 0.01, 0.2
@@ -56,33 +53,13 @@ _PAUSES = {
 _CUTTING = {**_PAUSES, InterruptMode.RECOMPUTE: "/pause?mode=abort"}
 
 
-class WorkerStatus(BaseModel):
-    """What one worker says of its weights (``areal_like.inference.vllm_plugin.worker``)."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    state: str
-    error: str
-    incarnation: int
-    version: int
-    digest: str
-    staged_incarnation: int
-    staged_version: int
-    bytes: int
-    seconds: float
-    damaged: bool
-    logprobs_mode: str
-    seeds: bool
-    sleeps: bool = False
-    parts: dict[str, float] = {}
-
-
 class VllmControl:
     """:class:`areal_like.client.control.ServerControl` and :class:`areal_like.client.memory.ReleasesMemory`."""
 
     def __init__(self, name: str, url: str, epoch: ServerEpoch, *, token: str, spans: bool) -> None:
         self._name = name
         self._http = EngineHttp(name, url, token=token)
+        self._workers = VllmWorkers(name, self._http)
         self._memory = VllmMemory(name, self._http)
         self._epoch = epoch
         self._spans = spans
@@ -95,7 +72,7 @@ class VllmControl:
         """Asks the workers, too: the API server alone answers 200 while its engine hangs."""
         deadline = time.monotonic() + timeout
         await self._http.text("GET", "/health", timeout=timeout)
-        status = await self._status(timeout=max(deadline - time.monotonic(), 0.1))
+        status = await self._workers.status(timeout=max(deadline - time.monotonic(), 0.1))
         self._check_flags(status)
         load = await self._load(timeout=max(deadline - time.monotonic(), 0.1))
         paused = await self._http.get("/is_paused", timeout=max(deadline - time.monotonic(), 0.1))
@@ -115,7 +92,7 @@ class VllmControl:
 
         Those weights count as version 0 from here on, and are labelled so: an evaluation asks for it.
         """
-        status = await self._status(timeout=timeout)
+        status = await self._workers.status(timeout=timeout)
         if status.version < 0:
             if self._spans:
                 label = {"new_version": version_label(0, 0)}
@@ -133,7 +110,7 @@ class VllmControl:
         """Raises WeightUpdateError where the live weights are half of one version: resuming would end the server."""
         self._refuse_older(incarnation)
         self._memory.lent.check_resume()
-        if (await self._status(timeout=timeout)).damaged:
+        if (await self._workers.status(timeout=timeout)).damaged:
             raise WeightUpdateError(f"{self._name}: its weights are half-loaded; only a whole update can mend it")
         await self._http.post("/resume", timeout=timeout)
         return await self._pause_answer(paused=False)
@@ -150,8 +127,10 @@ class VllmControl:
         self._refuse_older(manifest.incarnation)
         try:
             async with asyncio.timeout(timeout):
-                await self._begin_update(manifest, timeout=timeout)
-                status = await self._until_staged(manifest, timeout=timeout)
+                status = await self._workers.stage(manifest, timeout=timeout)
+                if status.refused:
+                    self._refuse_manifest(manifest, status)
+                status = await self._until_staged(manifest, status, timeout=timeout)
         except TimeoutError:
             raise ServerUnavailable(f"{self._name}: version {manifest.version} not staged in {timeout:g} s") from None
         self._newest_incarnation = max(self._newest_incarnation, manifest.incarnation)
@@ -169,20 +148,19 @@ class VllmControl:
         if (incarnation, version) < self._epoch.known:
             raise StaleCommand(f"{self._name}: commit of {version} after {self._epoch.version}")
         self._memory.lent.check_update()
-        before = await self._status(timeout=timeout)
-        loaded = before.state == "applied" and not self._memory.lent.lost
-        if loaded and (before.incarnation, before.version) == (incarnation, version):
+        begun, in_hand = await self._begin(incarnation, version, mode, timeout=timeout)
+        loaded = begun.state == "applied" and not self._memory.lent.lost
+        if loaded and begun.loaded == (incarnation, version) and not begun.refused:
             self._epoch.end(incarnation, version)
-            return self._receipt(before, parts={}, interrupted=0)
-        if before.state != "staged" or (before.staged_incarnation, before.staged_version) != (incarnation, version):
-            raise WeightUpdateError(f"{self._name}: commit of version {version}: {_told(before)}; stage it first")
-        in_flight, queued = await self._load(timeout=timeout)
+            return self._receipt(begun, parts={}, interrupted=0)
+        if begun.refused or begun.state != "staged" or begun.staged != (incarnation, version):
+            raise WeightUpdateError(f"{self._name}: commit of version {version}: {begun.told()}; stage it first")
         self._epoch.begin()
-        parts = await self._swap(incarnation, version, mode, timeout=timeout)
-        status = await self._served(incarnation, version, timeout=timeout)
+        parts, status = await self._swap(incarnation, version, mode, timeout=timeout)
+        if status.state != "applied" or status.loaded != (incarnation, version):
+            await self._stop_unlike(version, status)
         self._epoch.end(incarnation, version)
-        interrupted = 0 if mode is InterruptMode.DRAIN else in_flight + queued
-        return self._receipt(status, parts=parts, interrupted=interrupted)
+        return self._receipt(status, parts=parts, interrupted=in_hand)
 
     async def abort(self, rids: Sequence[str], *, timeout: float) -> int:
         """vLLM counts the ids that it was given; those that had ended are among them."""
@@ -193,14 +171,14 @@ class VllmControl:
 
     async def release_memory(self, *, incarnation: int, keep_weights: bool, timeout: float) -> None:
         self._refuse_older(incarnation)
-        possible = (await self._status(timeout=timeout)).sleeps
+        possible = (await self._workers.status(timeout=timeout)).sleeps
         in_hand = sum(await self._load(timeout=timeout))
         await self._memory.release(possible=possible, in_hand=in_hand, keep_weights=keep_weights, timeout=timeout)
 
     async def reclaim_memory(self, part: MemoryPart, *, incarnation: int, timeout: float) -> None:
         """Weights whose update failed half-way keep their KV cache out: vLLM would run with the last part."""
         self._refuse_older(incarnation)
-        if part is MemoryPart.KV_CACHE and (await self._status(timeout=timeout)).damaged:
+        if part is MemoryPart.KV_CACHE and (await self._workers.status(timeout=timeout)).damaged:
             raise WeightUpdateError(f"{self._name}: its weights are half-loaded; only a whole update can mend it")
         if await self._memory.reclaim(part, timeout=timeout):
             await self._run(timeout=timeout)
@@ -210,33 +188,42 @@ class VllmControl:
 
     # -- one update --
 
-    async def _begin_update(self, manifest: Manifest, *, timeout: float) -> None:
-        before = await self._status(timeout=timeout)
-        if (manifest.incarnation, manifest.version) < (before.incarnation, before.version):
-            raise StaleCommand(f"{self._name}: stage of {manifest.version}, and its workers hold {before.version}")
-        await self._rpc("areal_like_discard", timeout=timeout)  # of an update that somebody broke off
-        await self._weights("/start_weight_update", None, timeout=timeout)
-        told = {"op": "stage", "manifest": manifest.model_dump_json(), "server": self._name}
-        body = {"update_info": told}
-        await self._weights("/update_weights", body, timeout=timeout)
-
-    async def _until_staged(self, manifest: Manifest, *, timeout: float) -> WorkerStatus:
+    async def _until_staged(self, manifest: Manifest, status: WorkerStatus, *, timeout: float) -> WorkerStatus:
         """A call that waits would hold up generation inside the engine: short questions do not."""
         pause = _FIRST_LOOK
         while True:
-            status = await self._status(timeout=timeout)
             if status.state == "failed":
                 raise WeightUpdateError(f"{self._name}: {status.error}")
-            if status.state == "staged" and status.staged_version == manifest.version:
-                await self._weights("/update_weights", {"update_info": {"op": "wait"}}, timeout=timeout)
+            if status.state not in ("staging", "staged") or status.staged != (manifest.incarnation, manifest.version):
+                raise WeightUpdateError(f"{self._name}: version {manifest.version} is not staged: {status.told()}")
+            if status.state == "staged":
                 return status
-            if status.state != "staging":
-                raise WeightUpdateError(f"{self._name}: version {manifest.version} is not staged: {_told(status)}")
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_LOOK)
+            status = await self._workers.status(timeout=timeout)
 
-    async def _swap(self, incarnation: int, version: int, mode: InterruptMode, *, timeout: float) -> dict[str, float]:
-        """Pause, load and label, resume: seconds of each. Whatever fails before loading began is undone."""
+    def _refuse_manifest(self, manifest: Manifest, status: WorkerStatus) -> None:
+        """Raises StaleCommand or WeightUpdateError: a worker refused it."""
+        old = (manifest.incarnation, manifest.version) < status.loaded
+        raise (StaleCommand if old else WeightUpdateError)(f"{self._name}: {status.refused}")
+
+    async def _begin(
+        self, incarnation: int, version: int, mode: InterruptMode, *, timeout: float
+    ) -> tuple[WorkerStatus, int]:
+        """The workers' answer, and how many requests the commit will interrupt. Changes nothing that is served."""
+        begun = self._workers.begin(incarnation, version, timeout=timeout)
+        if mode is InterruptMode.DRAIN:
+            return await begun, 0
+        status, load = await _both(begun, self._load(timeout=timeout))
+        return status, sum(load)
+
+    async def _swap(
+        self, incarnation: int, version: int, mode: InterruptMode, *, timeout: float
+    ) -> tuple[dict[str, float], WorkerStatus]:
+        """Pause, load and label, resume: seconds of each, and what the workers hold then.
+
+        Whatever fails before loading began is undone.
+        """
         deadline = time.monotonic() + timeout
         times = [time.monotonic()]
         try:
@@ -244,7 +231,6 @@ class VllmControl:
                 await self._http.post(self._pauses[mode], timeout=timeout)
             if mode is InterruptMode.DRAIN:
                 await self._collect()
-            self._epoch.load()
             times.append(time.monotonic())
             label = {"weight_version": version_label(incarnation, version)}
             await self._http.post("/finish_weight_update", label, timeout=max(deadline - time.monotonic(), 0.1))
@@ -255,9 +241,11 @@ class VllmControl:
                 raise
             raise WeightUpdateError(f"{self._name}: commit of version {version}: {error}; {told}") from error
         self._memory.lent.updated()
-        await self._run(timeout=max(deadline - time.monotonic(), _MEND_TIMEOUT))
-        times.append(time.monotonic())
-        return {part: end - begin for part, (begin, end) in zip(_PARTS, pairwise(times), strict=True)}
+        self._epoch.load()
+        left = max(deadline - time.monotonic(), _MEND_TIMEOUT)
+        resumed, status = await _both(self._run(timeout=left), self._workers.status(timeout=left))
+        times.append(resumed)
+        return {part: end - begin for part, (begin, end) in zip(_PARTS, pairwise(times), strict=True)}, status
 
     async def _collect(self) -> None:
         """Answers that a drain has waited for may still be on their way; later, nobody could tell their version.
@@ -270,25 +258,22 @@ class VllmControl:
                     await asyncio.sleep(_FIRST_LOOK)
         self._epoch.posted.clear()
 
-    async def _served(self, incarnation: int, version: int, *, timeout: float) -> WorkerStatus:
-        """The workers' word that they hold ``version``; a server that does not is stopped.
+    async def _stop_unlike(self, version: int, status: WorkerStatus) -> NoReturn:
+        """Stop a server that holds another version than it was told to, whatever its label says.
 
         Raises:
-            WeightUpdateError: it holds another, whatever its label says.
+            WeightUpdateError: always.
         """
-        status = await self._status(timeout=timeout)
-        if status.state == "applied" and (status.incarnation, status.version) == (incarnation, version):
-            return status
         with suppress(ArealLikeError):
             await self._http.post(self._pauses[InterruptMode.KEEP], timeout=_MEND_TIMEOUT)
         raise WeightUpdateError(
-            f"{self._name}: commit of version {version}: it was not loaded: {_told(status)}; the server stays paused"
+            f"{self._name}: commit of version {version}: it was not loaded: {status.told()}; the server stays paused"
         )
 
     async def _undo(self) -> str:
         """Resume a server whose update failed, if its weights are whole; what was done, in words."""
         with suppress(ArealLikeError):
-            status = await self._status(timeout=_MEND_TIMEOUT)
+            status = await self._workers.status(timeout=_MEND_TIMEOUT)
             if status.damaged or status.state == "applied":
                 return "it stays paused, since it is not at the published version"
             await self._run(timeout=_MEND_TIMEOUT)
@@ -296,44 +281,13 @@ class VllmControl:
             return "it runs on with the weights it had"
         return "and it does not answer any more"
 
-    async def _run(self, *, timeout: float) -> None:
-        """A server whose memory is out stands on."""
+    async def _run(self, *, timeout: float) -> float:
+        """When it ran again (monotonic). A server whose memory is out stands on."""
         if self._memory.lent.serves:
             await self._http.post("/resume", timeout=timeout)
+        return time.monotonic()
 
     # -- small questions --
-
-    async def _status(self, *, timeout: float) -> WorkerStatus:
-        """The workers' common answer.
-
-        Raises:
-            ServerUnavailable: no answer, or workers disagree.
-        """
-        answers = await self._rpc("areal_like_status", timeout=timeout)
-        try:
-            found = [WorkerStatus.model_validate(answer) for answer in answers]
-        except ValidationError as error:
-            raise ServerUnavailable(f"{self._name}: a worker's status breaks its schema: {error}") from error
-        if not found:
-            raise ServerUnavailable(f"{self._name}: no worker answered")
-        unlike = [s for s in found if s.state == "failed" or s.damaged] or [s for s in found if s.state == "staging"]
-        return unlike[0] if unlike else min(found, key=lambda s: (s.incarnation, s.version))
-
-    async def _rpc(self, method: str, *, timeout: float) -> list[Mapping[str, Any]]:
-        try:
-            answer = await self._http.post("/collective_rpc", {"method": method, "timeout": timeout}, timeout=timeout)
-        except RequestError as error:
-            raise ServerUnavailable(
-                f"{error}; vLLM must run with VLLM_SERVER_DEV_MODE=1 and the flags that `areal-like plan` shows"
-            ) from error
-        return list((answer or {}).get("results") or ())
-
-    async def _weights(self, path: str, body: Any, *, timeout: float) -> None:
-        """A step of an update before the pause: whatever it answers, the live weights are untouched."""
-        try:
-            await self._http.post(path, body, timeout=timeout)
-        except (RequestError, ServerUnavailable) as error:
-            raise WeightUpdateError(str(error)) from error
 
     async def _load(self, *, timeout: float) -> tuple[int, int]:
         """Requests that run and that wait, from the server's metrics."""
@@ -384,9 +338,11 @@ class VllmControl:
             )
 
 
-def _told(status: WorkerStatus) -> str:
-    error = f" ({status.error})" if status.error else ""
-    return f"its workers are {status.state}{error}, staged {status.staged_version}, loaded {status.version}"
+async def _both(first: Coroutine[Any, Any, _First], second: Coroutine[Any, Any, _Second]) -> tuple[_First, _Second]:
+    """Two calls on their way at once, ``first`` ahead. Failures are raised when both have ended, ``first``'s before."""
+    tasks = asyncio.create_task(first), asyncio.create_task(second)
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return tasks[0].result(), tasks[1].result()
 
 
 def _gauge(metrics: str, name: str) -> int:

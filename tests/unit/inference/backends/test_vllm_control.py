@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +37,8 @@ def manifest(version: int, incarnation: int = 0) -> Manifest:
 class FakeVllm:
     """What one worker would say, every call that was made, and faults to be had.
 
-    ``looks``: questions until staging is over. ``fail``: path -> what happens to the worker before a 500.
+    ``looks``: answers until staging is over, the stage call's own among them. ``fail``: path, or method of the workers
+    -> what happens to the worker before a 500. ``heard`` has every call, ``calls`` those that change something.
     """
 
     status: dict[str, Any] = field(
@@ -52,6 +53,9 @@ class FakeVllm:
     becomes: str = "staged"
     looks: int = 2
     paused: bool = False
+    session: bool = False
+    meanwhile: Manifest | None = None
+    while_loading: Callable[[], None] = lambda: None
     drains: bool = True
     manifest: Manifest | None = None
     aborted: list[str] = field(default_factory=list)
@@ -59,31 +63,47 @@ class FakeVllm:
     unheard_after: str = ""
 
     async def answer(self, request: web.Request) -> web.Response:
-        path = request.path_qs
+        body = await request.json() if request.can_read_body else {}
+        path = body["method"] if request.path == "/collective_rpc" else request.path_qs
         if self.unheard_after and self.unheard_after in self.heard:
             return web.Response(status=500)
         self.heard.append(path)
-        body = await request.json() if request.can_read_body else {}
-        if path == "/collective_rpc":
-            return self._rpc(body["method"])
-        if request.method == "GET":
-            return self._get(path)
-        self.calls.append(path)
+        if request.method != "GET" and path != "areal_like_status":
+            self.calls.append(path)
         if path in self.fail:
             self.status.update(self.fail[path])
             return web.json_response({"error": {"message": f"no {path}", "type": "InternalServerError"}}, status=500)
+        if request.path == "/collective_rpc":
+            return web.json_response({"results": [self._rpc(path, **body.get("kwargs", {}))]})
+        if request.method == "GET":
+            return self._get(path)
         await self._do(path, body)
         return web.json_response({})
 
-    def _rpc(self, method: str) -> web.Response:
-        if method == "areal_like_discard":
-            self.calls.append(method)
-            self.status["state"] = "applied" if self.status["version"] >= 0 else "idle"
-        elif self.status["state"] == "staging":
+    def _rpc(self, method: str, **named: str) -> dict[str, Any]:
+        """One worker, as ours answers (tests/unit/inference/vllm_plugin/test_worker.py)."""
+        status, refused = self.status, ""
+        if method == "areal_like_stage":
+            refused = self._stage(Manifest.model_validate_json(named["manifest"]))
+        elif method == "areal_like_begin":
+            name = int(named["incarnation"]), int(named["version"])
+            if status["state"] == "staged" and (status["staged_incarnation"], status["staged_version"]) == name:
+                self.session = True
+            elif status["state"] != "applied" or (status["incarnation"], status["version"]) != name:
+                refused = "not staged"
+        if status["state"] == "staging" and not refused:
             self.looks -= 1
             if self.looks <= 0:
-                self.status["state"] = self.becomes
-        return web.json_response({"results": [self.status]})
+                status["state"] = self.becomes
+        return {**status, "refused": refused}
+
+    def _stage(self, wanted: Manifest) -> str:
+        if (wanted.incarnation, wanted.version) < (self.status["incarnation"], self.status["version"]):
+            return "newer weights are loaded"
+        self.manifest, self.session = wanted, False
+        staged = {"staged_version": wanted.version, "staged_incarnation": wanted.incarnation}
+        self.status.update(staged, state="staging")
+        return ""
 
     def _get(self, path: str) -> web.Response:
         answers: dict[str, Any] = {
@@ -98,21 +118,27 @@ class FakeVllm:
             if "wait" in path and not self.drains:
                 await asyncio.Event().wait()
             self.paused = True
+            if self.meanwhile is not None:
+                self._stage(self.meanwhile)
+                self.status["state"] = "staged"
         elif path == "/resume":
             self.paused = False
         elif path == "/abort_requests":
             self.aborted += body["request_ids"]
-        elif path == "/update_weights" and body["update_info"]["op"] == "stage":
-            self.manifest = Manifest.model_validate_json(body["update_info"]["manifest"])
-            self.status.update(
-                state="staging", staged_version=self.manifest.version, staged_incarnation=self.manifest.incarnation
-            )
-        elif path == "/finish_weight_update" and self.manifest is not None:
-            assert self.paused
-            self.status.update(
-                state="applied", version=self.manifest.version, incarnation=self.manifest.incarnation,
-                digest=self.manifest.digest, damaged=False, staged_version=-1,
-            )  # fmt: skip
+        elif path == "/finish_weight_update":
+            if not self.session:
+                raise web.HTTPInternalServerError(text="called without a matching start_weight_update")
+            self.session = False
+            if self.manifest is not None:
+                self._finish(self.manifest)
+
+    def _finish(self, loaded: Manifest) -> None:
+        assert self.paused
+        self.while_loading()
+        self.status.update(
+            state="applied", version=loaded.version, incarnation=loaded.incarnation, digest=loaded.digest,
+            damaged=False, staged_version=-1, staged_incarnation=-1,
+        )  # fmt: skip
 
 
 @pytest.fixture
@@ -150,33 +176,108 @@ async def test_an_update_goes_its_way_and_is_receipted(vllm: FakeVllm, control: 
     assert staged.version == receipt.version == 4
     assert receipt.digest == manifest(4).digest
     assert receipt.interrupted_requests == 5
-    assert vllm.calls == [
-        "areal_like_discard",
-        "/start_weight_update",
-        "/update_weights",
-        "/update_weights",
-        "/pause?mode=keep&clear_cache=false",
-        "/finish_weight_update",
-        "/resume",
-    ]
+    assert vllm.heard[0] == "areal_like_stage"
+
+
+BEGIN = ["/metrics", "areal_like_begin"]
+END = ["/resume", "areal_like_status"]
 
 
 @pytest.mark.parametrize(
-    ("mode", "pause"), [(InterruptMode.RECOMPUTE, "/pause?mode=keep"), (DRAIN, "/pause?mode=wait")]
+    ("spans", "mode", "begin", "pause"),
+    [
+        (True, KEEP, BEGIN, "/pause?mode=keep&clear_cache=false"),
+        (True, InterruptMode.RECOMPUTE, BEGIN, "/pause?mode=keep"),
+        (True, DRAIN, ["areal_like_begin"], "/pause?mode=wait"),
+        (False, InterruptMode.RECOMPUTE, BEGIN, "/pause?mode=abort"),
+        (False, DRAIN, ["areal_like_begin"], "/pause?mode=wait"),
+    ],
 )
-async def test_each_mode_pauses_in_its_way(
-    vllm: FakeVllm, control: VllmControl, mode: InterruptMode, pause: str
+@pytest.mark.parametrize("looks", [1, 3])
+async def test_a_publication_makes_these_calls_and_no_others(
+    vllm: FakeVllm, spans: bool, mode: InterruptMode, begin: list[str], pause: str, looks: int
+) -> None:
+    """One to stage, and one more for each time that staging has not ended yet; then four round trips."""
+    vllm.looks = looks
+    async with connected(vllm, spans=spans) as control:
+        await control.stage(manifest(1), timeout=5)
+        assert vllm.heard == ["areal_like_stage", *["areal_like_status"] * (looks - 1)]
+        vllm.heard.clear()
+        await control.commit(version=1, incarnation=0, mode=mode, timeout=5)
+    together = len(begin)
+    assert sorted(vllm.heard[:together]) == begin
+    assert vllm.heard[together:-2] == [pause, "/finish_weight_update"]
+    assert sorted(vllm.heard[-2:]) == END
+
+
+@pytest.mark.parametrize("call", ["areal_like_stage", "areal_like_status"])
+async def test_a_call_of_a_staging_that_fails_is_an_error_and_staging_again_mends_it(
+    vllm: FakeVllm, control: VllmControl, call: str
+) -> None:
+    vllm.fail[call] = {}
+    with pytest.raises(ServerUnavailable, match=f"500: no {call}"):
+        await control.stage(manifest(1), timeout=5)
+    vllm.fail.clear()
+    await control.stage(manifest(1), timeout=5)
+    assert (await control.commit(version=1, incarnation=0, mode=KEEP, timeout=5)).version == 1
+
+
+@pytest.mark.parametrize("call", ["areal_like_begin", "/metrics", "/pause?mode=keep&clear_cache=false"])
+async def test_a_call_of_a_commit_that_fails_before_loading_leaves_the_server_running(
+    vllm: FakeVllm, control: VllmControl, call: str
 ) -> None:
     await control.stage(manifest(1), timeout=5)
-    await control.commit(version=1, incarnation=0, mode=mode, timeout=5)
-    assert pause in vllm.calls
+    vllm.fail[call] = {}
+    with pytest.raises((ServerUnavailable, WeightUpdateError), match=f"500: no {call.replace('?', '.')}"):
+        await control.commit(version=1, incarnation=0, mode=KEEP, timeout=5)
+    assert not vllm.paused
+    assert vllm.status["version"] == -1
+    assert not control._epoch.updating
+    vllm.fail.clear()
+    assert (await control.commit(version=1, incarnation=0, mode=KEEP, timeout=5)).version == 1
 
 
-async def test_without_spans_what_runs_is_cut(vllm: FakeVllm) -> None:
-    async with connected(vllm, spans=False) as control:
-        await control.stage(manifest(1), timeout=5)
-        await control.commit(version=1, incarnation=0, mode=InterruptMode.RECOMPUTE, timeout=5)
-    assert "/pause?mode=abort" in vllm.calls
+async def test_a_resume_that_fails_is_an_error_after_every_call_has_ended(vllm: FakeVllm, control: VllmControl) -> None:
+    await control.stage(manifest(1), timeout=5)
+    vllm.fail["/resume"] = {}
+    with pytest.raises(ServerUnavailable, match="500: no /resume"):
+        await control.commit(version=1, incarnation=0, mode=KEEP, timeout=5)
+    assert sorted(vllm.heard[-2:]) == END
+    assert control._epoch.updating
+
+
+async def test_what_another_controller_stages_after_the_commit_began_is_never_loaded(
+    vllm: FakeVllm, control: VllmControl
+) -> None:
+    """vLLM's finish names no version."""
+    await control.stage(manifest(1), timeout=5)
+    vllm.meanwhile = manifest(7, incarnation=3)
+    with pytest.raises(WeightUpdateError, match=r"without a matching start.*it runs on with the weights it had"):
+        await control.commit(version=1, incarnation=0, mode=KEEP, timeout=5)
+    assert vllm.status["version"] == -1
+    assert not vllm.paused
+
+
+async def test_what_another_controller_stages_before_the_commit_is_not_committed(
+    vllm: FakeVllm, control: VllmControl
+) -> None:
+    await control.stage(manifest(1), timeout=5)
+    async with connected(vllm) as other:
+        await other.stage(manifest(2), timeout=5)
+    with pytest.raises(WeightUpdateError, match=r"staged 2, loaded -1; stage it first"):
+        await control.commit(version=1, incarnation=0, mode=KEEP, timeout=5)
+    assert not any("pause" in call for call in vllm.calls)
+
+
+async def test_another_controllers_staging_is_not_taken_for_ours(vllm: FakeVllm, control: VllmControl) -> None:
+    """Not even where it has our version's number."""
+    vllm.looks = 10_000
+    staging = asyncio.create_task(control.stage(manifest(4), timeout=5))
+    while vllm.heard.count("areal_like_status") < 1:  # noqa: ASYNC110  # the server's side
+        await asyncio.sleep(0.01)
+    vllm._stage(manifest(4, incarnation=1))
+    with pytest.raises(WeightUpdateError, match="version 4 is not staged"):
+        await staging
 
 
 async def test_without_spans_a_drain_collects_its_answers_before_it_loads(vllm: FakeVllm) -> None:
@@ -212,9 +313,9 @@ async def test_control_and_dialect_abort_by_the_same_id(vllm: FakeVllm, spans: b
 async def test_committing_again_does_nothing(vllm: FakeVllm, control: VllmControl) -> None:
     await control.stage(manifest(1), timeout=5)
     first = await control.commit(version=1, incarnation=0, mode=KEEP, timeout=5)
-    vllm.calls.clear()
+    vllm.heard.clear()
     assert (await control.commit(version=1, incarnation=0, mode=KEEP, timeout=5)).digest == first.digest
-    assert vllm.calls == []
+    assert sorted(vllm.heard) == BEGIN
 
 
 async def test_a_staging_that_fails_is_told_with_its_reason(vllm: FakeVllm, control: VllmControl) -> None:
@@ -311,8 +412,18 @@ async def test_while_it_is_paused_nothing_is_asked_that_could_be_asked_before_or
     await control.stage(manifest(1), timeout=5)
     await control.commit(version=1, incarnation=0, mode=KEEP, timeout=5)
     begin = next(place for place, call in enumerate(vllm.heard) if call.startswith("/pause"))
-    assert vllm.heard[begin + 1 : vllm.heard.index("/resume")] == ["/finish_weight_update"]
-    assert "/collective_rpc" in vllm.heard[vllm.heard.index("/resume") :]
+    assert vllm.heard[begin + 1 :] == ["/finish_weight_update", "/resume", "areal_like_status"]
+
+
+async def test_an_answer_that_comes_while_it_is_paused_is_of_the_old_weights(vllm: FakeVllm) -> None:
+    """It was written before, and took its time; only what comes after the resume could be of either version."""
+    async with connected(vllm, spans=False) as control:
+        await control.stage(manifest(1), timeout=5)
+        posted, told = control._epoch.commits, []
+        vllm.while_loading = lambda: told.append(control._epoch.unchanged_since(posted, cut=False))
+        await control.commit(version=1, incarnation=0, mode=InterruptMode.RECOMPUTE, timeout=5)
+        assert told == [True]
+        assert not control._epoch.unchanged_since(posted, cut=False)
 
 
 async def test_a_receipt_tells_what_the_pause_was_for(vllm: FakeVllm, control: VllmControl) -> None:
