@@ -34,11 +34,19 @@ class Segment:
 class Dialect(Protocol):
     """One server's language. Statuses other than 200 are judged by the poster, alike for all engines."""
 
+    def closed(self) -> str:
+        """Why no request may be posted now, such as an update; empty where one may. Costs next to nothing.
+
+        While an update stands still for its last calls, hundreds of answers that it has cut ask this.
+        """
+        ...
+
     def generate(self, body: GenerateBody) -> HttpCall:
         """The call that asks for the one answer of ``body`` (n = 1).
 
         Raises:
             RequestError: the engine cannot do what is asked.
+            ServerBusy: it is closed.
         """
         ...
 
@@ -57,6 +65,9 @@ class Dialect(Protocol):
 
 class EmbeddedDialect:
     """:mod:`areal_like.api.wire` as it stands."""
+
+    def closed(self) -> str:
+        return ""
 
     def generate(self, body: GenerateBody) -> HttpCall:
         return HttpCall(path="/generate", content=body.model_dump_json().encode())

@@ -182,6 +182,9 @@ class RemoteEngine:
 
     async def _post(self, trip: _Trip, server: str, draft: Draft) -> GenerateOutput:
         """One segment from one server. Every post has a request id of its own, since an earlier one may still run."""
+        dialect = self._pool.dialect(server)
+        if closed := dialect.closed():
+            raise ServerBusy(f"{server}: {closed}")
         trip.posts += 1
         rid = f"{trip.rid}.{trip.posts}"
         body = GenerateBody(rid=rid, input_ids=draft.input_ids, sampling=draft.sampling())
@@ -190,7 +193,7 @@ class RemoteEngine:
         self._counts["segments"] += 1
         try:
             async with self._pool.lease(server, trip.deadline) as url:
-                output, first = await self._poster.generate(server, url, body, self._pool.dialect(server))
+                output, first = await self._poster.generate(server, url, body, dialect)
         except TimeoutError:
             self._abort_later(server, url, rid)
             raise _OutOfTime(

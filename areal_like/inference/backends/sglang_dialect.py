@@ -77,12 +77,15 @@ class SglangDialect:
     def __init__(self, state: ServerState) -> None:
         self._state = state
 
+    def closed(self) -> str:
+        if self._state.facts is None:
+            return "it was not asked yet what it is"
+        return "an update waits until it has answered what it has" if self._state.closed else ""
+
     def generate(self, body: GenerateBody) -> HttpCall:
-        facts = self._state.facts
-        if facts is None:
-            raise ServerBusy("it was not asked yet what it is")
-        if self._state.closed:
-            raise ServerBusy("an update waits until it has answered what it has")
+        facts, closed = self._state.facts, self.closed()
+        if facts is None or closed:
+            raise ServerBusy(closed)
         _check_ids(body.input_ids, facts)
         filtered = _filtered(body.sampling)
         params = {**sampling_params(body.sampling, facts), "sampling_seed": _seed(body, facts)}

@@ -70,6 +70,9 @@ class VllmDialect:
     def __init__(self, epoch: ServerEpoch) -> None:
         self._epoch = epoch
 
+    def closed(self) -> str:
+        return ""
+
     def generate(self, body: GenerateBody) -> HttpCall:
         content = {
             "request_id": body.rid,
@@ -118,9 +121,12 @@ class CompletionsDialect:
     def __init__(self, epoch: ServerEpoch) -> None:
         self._epoch = epoch
 
+    def closed(self) -> str:
+        return "an update is under way" if self._epoch.updating else ""
+
     def generate(self, body: GenerateBody) -> HttpCall:
-        if self._epoch.updating:
-            raise ServerBusy("an update is under way")
+        if closed := self.closed():
+            raise ServerBusy(closed)
         self._epoch.posted[body.rid] = (self._epoch.commits, self._epoch.version)
         self._forget()
         content = {

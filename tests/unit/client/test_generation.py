@@ -13,6 +13,7 @@ from areal_like.api.engine import InferenceEngine
 from areal_like.api.generation import GenerationHyperparameters, ModelRequest, StopReason
 from areal_like.api.wire import GenerateBody, GenerateOutput, VersionSpan
 from areal_like.client.control import EmbeddedControl
+from areal_like.client.dialect import EmbeddedDialect
 from areal_like.client.generation import RemoteEngine
 from areal_like.client.pool import ServerPool
 from areal_like.client.retry import RetryPolicy
@@ -186,6 +187,36 @@ async def test_a_busy_server_costs_time_but_no_tries(server: Any, wire: Any) -> 
     server.script = _script(*[wire.refusal(503, "paused") for _ in range(6)], wire.output([1]))
     async with _engine(wire, server) as (engine, _):
         assert (await engine.agenerate(_request())).output_tokens == [1]
+
+
+class Closable(EmbeddedDialect):
+    """``asked`` is set when somebody was told that it is closed."""
+
+    def __init__(self) -> None:
+        self.reason, self.asked = "an update is under way", asyncio.Event()
+
+    def closed(self) -> str:
+        if self.reason:
+            self.asked.set()
+        return self.reason
+
+
+async def test_a_closed_server_is_asked_for_nothing_until_it_opens(server: Any, wire: Any) -> None:
+    """Hundreds of answers that an update has cut come back while it stands still: no body is made for any in vain."""
+    server.script = _script(wire.output([1]))
+    dialect = Closable()
+    async with ServerPool() as pool, RemoteEngine(pool, token=wire.TOKEN, retry=FAST) as engine:
+        control = EmbeddedControl(server.name, server.url, token=wire.TOKEN)
+        await pool.add(server.name, server.url, control, dialect)
+        pool.acknowledge(server.receipt())
+        answer = asyncio.create_task(engine.agenerate(_request()))
+        await dialect.asked.wait()
+        dialect.reason = ""
+        assert (await answer).output_tokens == [1]
+        statistics = engine.statistics()
+    assert (statistics.segments, statistics.failed) == (1, 0)
+    assert statistics.retries >= 1
+    assert [body.rid for body in server.bodies] == ["r.1"]
 
 
 @pytest.mark.parametrize("how", ["busy", "cut"])

@@ -177,11 +177,14 @@ def test_without_spans_an_answer_across_an_update_is_not_guessed(ended: bool) ->
     epoch = epoch_at(3)
     dialect = CompletionsDialect(epoch)
     dialect.generate(body())
+    assert not dialect.closed()
     epoch.begin()
-    with pytest.raises(ServerBusy):
+    assert dialect.closed()
+    with pytest.raises(ServerBusy, match=dialect.closed()):
         dialect.generate(body())
     epoch.load()
     if ended:
         epoch.end(0, 4)
+        assert not dialect.closed()
     with pytest.raises(ServerUnavailable, match="which version wrote it"):
         dialect.read(body(), completion())
