@@ -14,12 +14,14 @@ from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from overruns import watched
 from subjects import (
     HUNG,
     ROOT,
@@ -56,6 +58,14 @@ TINY = "AREAL_LIKE_CONTRACT_TINY"
 #: one for the whole session: a server that lives through many tests never sees a version again
 _VERSIONS = itertools.count(1)
 _KEPT = 2
+#: in which lines are open
+_LOOPS: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    with watched(item, _LOOPS):
+        yield
 
 
 def _parameters() -> list[Any]:
@@ -125,6 +135,7 @@ class Trainer:
     change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = field(default=lambda weights: weights)
 
     made: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    packed: dict[int, Manifest] = field(default_factory=dict)
 
     def weights(self, version: int) -> dict[str, torch.Tensor]:
         """Making them takes seconds on a real model; the last two are kept."""
@@ -134,8 +145,12 @@ class Trainer:
                 del self.made[older]
         return self.made[version]
 
-    async def export_weights(self, version: int, incarnation: int) -> Manifest:
+    def pack(self, version: int, incarnation: int = 0) -> Manifest:
         return self.writer.write(version, incarnation, iter(self.change(self.weights(version)).items()))
+
+    async def export_weights(self, version: int, incarnation: int) -> Manifest:
+        packed = self.packed.pop(version, None)
+        return packed if packed and packed.incarnation == incarnation else self.pack(version, incarnation)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -160,10 +175,18 @@ class Line:
         link = get_backend(self.subject.name).connect(server.name, server.url, settings)
         await self.pool.add(server.name, server.url, link.control, link.dialect)
 
-    def prepare(self) -> int:
-        """Make the weights of the next version, so that publishing it takes no longer than it must."""
+    def prepare(self, weights: dict[str, torch.Tensor] | None = None) -> int:
+        """Make the weights of the next version, so that publishing it takes no longer than it must; or take those."""
         version = next(_VERSIONS)
+        if weights is not None:
+            self.trainer.made[version] = weights
         self.trainer.weights(version)
+        return version
+
+    def pack(self, weights: dict[str, torch.Tensor] | None = None) -> int:
+        """As :meth:`prepare`, and pack it: what is left of publishing it is shorter than any long answer."""
+        version = self.prepare(weights)
+        self.trainer.packed[version] = self.trainer.pack(version)
         return version
 
     async def publish(self, version: int | None = None) -> int:
@@ -229,6 +252,7 @@ def open_line(
         update_timeout: float = HUNG,
         publish: bool = True,
     ) -> AsyncIterator[Line]:
+        _LOOPS.add(asyncio.get_running_loop())
         run_id = f"contract-{uuid.uuid4().hex[:12]}"
         backend = get_backend(subject.name)
         version = await backend.version(server.url, token=TOKEN, timeout=HUNG)

@@ -79,7 +79,7 @@ class Subject:
 
 
 EMBEDDED = Subject(name="embedded", dtype="float32", noise=1e-4, apart=0.1, moment=0.05, long=400, update=12.0)
-VLLM = Subject(name="vllm", dtype="bfloat16", noise=0.1, apart=0.15)
+VLLM = Subject(name="vllm", dtype="bfloat16", noise=0.1, apart=0.15, long=240)
 #: in float32, where it agrees closely; on a CPU it honours no seeds
 SGLANG = Subject(
     name="sglang", dtype="float32", noise=1e-3, apart=0.05, moment=1.5, long=300, seeds=False, staged=False

@@ -1,11 +1,15 @@
-"""What the contract tests stand on: servers are started so that nothing of the test's can stop them."""
+"""What the contract tests stand on: nothing of the test's can stop a server, and what hangs is shown."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import overruns
 import pytest
 from subjects import started
 
@@ -41,3 +45,25 @@ def test_a_server_that_does_not_start_is_told_with_its_last_words(tmp_path: Path
         started([sys.executable, "-c", "raise SystemExit('no room')"], tmp_path, "stillborn"),
     ):
         pass
+
+
+async def test_a_test_that_takes_too_long_shows_where_it_stands(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overruns, "OVERRUN", 0.05)
+    (tmp_path / "s0.log").write_text("begun\n" + "x" * 5000 + "\nthe last words")
+    shown: list[tuple[str, ...]] = []
+    item = SimpleNamespace(
+        funcargs={"folder": tmp_path}, nodeid="one", config=request.config,
+        add_report_section=lambda *section: shown.append(section),
+    )  # fmt: skip
+    monkeypatch.setattr(request.config.pluginmanager, "get_plugin", lambda name: None)
+    with overruns.watched(cast(pytest.Item, item), [asyncio.get_running_loop()]):
+        async with asyncio.timeout(20):
+            while not shown:  # noqa: ASYNC110  # a thread
+                await asyncio.sleep(0.01)
+    ((when, title, text),) = shown
+    assert (when, title) == ("call", "overrun")
+    assert "await asyncio.sleep(0.01)" in text
+    assert "the last words" in text
+    assert "begun" not in text

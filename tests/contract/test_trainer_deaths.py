@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from subjects import HUNG, ROOT, TEST, ServerProcess, Subject, bucket_bytes_of
+from subjects import HUNG, ROOT, TEST, ServerProcess, Subject, bucket_bytes_of, running
 
 from areal_like.api.weights import Manifest, TransportKind
 from areal_like.errors import WeightUpdateError
@@ -40,8 +41,9 @@ class DoomedTrainer:
 
 
 @contextmanager
-def doomed(model_path: Path, subject: Subject, number: signal.Signals) -> Iterator[DoomedTrainer]:
-    how = (str(model_path), subject.dtype, str(bucket_bytes_of(model_path)), str(int(number)))
+def doomed(model_path: Path, subject: Subject, number: signal.Signals, moment: str) -> Iterator[DoomedTrainer]:
+    """``moment``: see ``doomed_trainer``."""
+    how = (str(model_path), subject.dtype, str(bucket_bytes_of(model_path)), str(int(number)), moment)
     command = [sys.executable, str(DOOMED), *how]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:
@@ -56,10 +58,14 @@ def doomed(model_path: Path, subject: Subject, number: signal.Signals) -> Iterat
 async def test_a_trainer_that_ends_while_it_sends(
     open_line: Any, server: ServerProcess, subject: Subject, model_path: Path, number: signal.Signals
 ) -> None:
-    """The publication ends in time, the server is whole or out of the rotation, and another trainer takes over."""
+    """The publication ends in time, the server is whole or out of the rotation, and another trainer takes over.
+
+    In the middle of a tensor where the engine's own limits end the wait, else between two.
+    """
+    moment = "within" if subject.staged else "between"
     async with open_line(server, transport=TransportKind.COLLECTIVE) as line:
         before, own = line.version, line.trainer
-        with doomed(model_path, subject, number) as trainer:
+        with doomed(model_path, subject, number, moment) as trainer:
             lost = line.prepare()
             asked = asyncio.create_task(line.ask(PROMPT, max_new_tokens=64))
             line.channel._exporter, line.channel._timeout = trainer, subject.update
@@ -80,8 +86,41 @@ async def test_a_trainer_that_ends_while_it_sends(
         assert line.distance(answer, after) < line.subject.noise
 
 
+async def test_a_server_that_waits_for_a_lost_trainer_is_told_to_be_restarted(
+    open_line: Any, subject: Subject, model_path: Path, folder: Path
+) -> None:
+    """Lost in the middle of a tensor: gloo does not notice, and an engine without a limit of ours waits on.
+
+    It is out of the rotation and keeps nobody waiting; another takes its place.
+    """
+    if subject.staged:
+        pytest.skip(f"{subject.name} receives beside its engine, and for as long as we say")
+    with running(subject, model_path, folder, name="orphan") as orphan:
+        async with open_line(orphan, transport=TransportKind.COLLECTIVE) as line:
+            own = line.trainer
+            with doomed(model_path, subject, signal.SIGKILL, "within") as trainer:
+                line.channel._exporter, line.channel._timeout = trainer, subject.update
+                with pytest.raises(WeightUpdateError):
+                    await line.publish()
+            line.channel._exporter, line.channel._timeout = own, HUNG
+            with pytest.raises(WeightUpdateError, match="restart the server"):
+                await taken_over(line)
+            assert line.pool.statistics().in_rotation == 0
+            os.killpg(orphan.process.pid, signal.SIGKILL)
+            with running(subject, model_path, folder, name="heir") as heir:
+                await line.join(heir, TransportKind.COLLECTIVE)
+                after = await line.publish()
+                answer = await line.ask(PROMPT, max_new_tokens=32)
+                assert set(answer.output_versions) == {after}
+                assert line.distance(answer, after) < line.subject.noise
+
+
 async def taken_over(line: Line) -> int:
-    """The version that a new trainer brings to a server which is out; it may take a try or two until it is free."""
+    """The version that a new trainer brings to a server which is out; it may take a try or two until it is free.
+
+    Raises:
+        WeightUpdateError: it must be restarted.
+    """
     after = line.prepare()
     with pytest.raises(WeightUpdateError, match="none was in rotation"):
         await line.publish(after)
@@ -89,7 +128,9 @@ async def taken_over(line: Line) -> int:
         while True:
             try:
                 line.version = (await line.channel.readmit(line.server.name)).version
-            except WeightUpdateError:
-                await asyncio.sleep(1.0)  # each try leaves the trainer's door waiting for the engine a while
+            except WeightUpdateError as error:
+                if "restart the server" in str(error):
+                    raise
+                await asyncio.sleep(1.0)
                 continue
             return after

@@ -67,7 +67,8 @@ class CollectiveWriter:
         self._bucket_bytes = aligned_bucket_bytes(bucket_bytes)
         self._host = host
         self._store, self._port = open_store(host)
-        self._rounds = self._store.clone()  # of the sender's own: whoever waits at a connection holds up the others
+        # a connection of the sender's own: whoever waits at one holds up everybody else there
+        self._rounds: Store = self._store.clone()  # type: ignore[attr-defined]
         self._door = Door(host=host, store=self._store, backend=_BACKEND, device=torch.device("cpu"))
         self._changed = threading.Condition()
         self._offer: _Offer | None = None

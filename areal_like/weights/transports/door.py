@@ -116,7 +116,8 @@ class Door:
     def _attend(self, connection: socket.socket) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        guest = _Guest(self._store.clone(), self._backend, self._device, self._host)
+        store = self._store.clone()  # type: ignore[attr-defined]
+        guest = _Guest(store, self._backend, self._device, self._host)
         with connection, connection.makefile("rwb") as stream, suppress(OSError, ValueError):
             while line := stream.readline(_LONGEST):
                 self._serve(guest, json.loads(line), cast(BinaryIO, stream))
