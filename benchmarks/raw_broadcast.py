@@ -44,7 +44,10 @@ def raw_broadcast(shape: str, backend: str, times: int, timeout: float) -> dict[
         command = [sys.executable, __file__]
         arguments = [f"{folder}/meeting", backend, shape, str(times)]
         ranks = [
-            subprocess.Popen([*command, str(rank), *arguments], stdout=subprocess.PIPE, text=True) for rank in range(2)
+            subprocess.Popen(
+                [*command, str(rank), *arguments], stdout=(subprocess.PIPE, subprocess.DEVNULL)[rank], text=True
+            )
+            for rank in range(2)
         ]
         try:
             out, _ = ranks[0].communicate(timeout=timeout)

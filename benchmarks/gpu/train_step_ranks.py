@@ -94,7 +94,7 @@ def readings_of(shape: str, ranks: int, seconds: float) -> list[dict[str, Any]]:
         processes = [
             subprocess.Popen(
                 [*command, "--ranks", str(rank), str(ranks), "--seconds", str(seconds)],
-                stdout=subprocess.PIPE, text=True, env=environment,
+                stdout=subprocess.DEVNULL if rank else subprocess.PIPE, text=True, env=environment,
             )
             for rank in range(ranks)
         ]  # fmt: skip

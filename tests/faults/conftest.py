@@ -38,7 +38,10 @@ import sys
 from areal_like.inference.embedded.server import run_server
 from areal_like.inference.spec import InferenceServerSpec
 spec = InferenceServerSpec.model_validate_json(sys.argv[1])
-run_server(spec, sys.argv[2], lambda address: print("READY", address, flush=True))
+def ready(address):
+    with open(int(sys.argv[3]), "w") as line:
+        line.write(address)
+run_server(spec, sys.argv[2], ready)
 """
 
 
@@ -54,7 +57,7 @@ def build_model(seed: int) -> Any:
 class ServerProcess:
     name: str
     url: str
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
 
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -64,8 +67,6 @@ class ServerProcess:
             self.process.send_signal(signal.SIGCONT)
             self.process.kill()
         self.process.wait(10)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
 
 @pytest.fixture(scope="session")
@@ -81,19 +82,20 @@ def start_servers(model_path: Path) -> Iterator[Callable[..., list[ServerProcess
     running: list[ServerProcess] = []
 
     def start(*names: str) -> list[ServerProcess]:
-        starting: list[tuple[str, subprocess.Popen[str]]] = []
+        addresses: list[int] = []
         for name in names:
             spec = InferenceServerSpec(name=name, model_path=str(model_path), max_batch_size=8, context_length=CONTEXT)
-            command = [sys.executable, "-c", _SERVE, spec.model_dump_json(), TOKEN]
+            ours, theirs = os.pipe()  # for its address alone: what it prints is nobody's to read, and a pipe can fill
+            command = [sys.executable, "-c", _SERVE, spec.model_dump_json(), TOKEN, str(theirs)]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-            starting.append((name, process))
+            process = subprocess.Popen(command, pass_fds=(theirs,), env=environment)
+            os.close(theirs)
+            addresses.append(ours)
             running.append(ServerProcess(name=name, url="", process=process))
-        for server, (_, process) in zip(running[-len(names) :], starting, strict=True):
-            assert process.stdout is not None
-            ready = process.stdout.readline().split()
-            assert ready[:1] == ["READY"], f"{server.name} did not start"
-            server.url = ready[1]
+        for server, ours in zip(running[-len(names) :], addresses, strict=True):
+            with open(ours) as line:
+                server.url = line.read()
+            assert server.url, f"{server.name} did not start"
         return running[-len(names) :]
 
     yield start
