@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -22,7 +22,7 @@ class StopReason(StrEnum):
 class GenerationHyperparameters(BaseModel):
     """Sampling parameters of one request (the ``gconfig`` section). Frozen: use :meth:`new` for a changed copy."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     n_samples: int = Field(1, ge=1, description="sibling episodes per prompt (the group size)")
     max_new_tokens: int = Field(512, ge=1, description="most tokens one answer may have")
@@ -35,7 +35,9 @@ class GenerationHyperparameters(BaseModel):
     min_p: float = Field(0.0, ge=0.0, lt=1.0, description="drop tokens below min_p times the likeliest; 0 is off")
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="0 is off")
     stop: tuple[str, ...] = Field((), description="strings that end the answer; matched text is trimmed")
-    stop_token_ids: tuple[int, ...] = Field((), description="ids that end the answer, besides eos")
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (), description="ids that end the answer, besides eos"
+    )
     ignore_eos: bool = Field(False, description="go on after the end-of-sequence token")
 
     @model_validator(mode="after")
@@ -44,6 +46,12 @@ class GenerationHyperparameters(BaseModel):
             raise ValueError(
                 f"min_new_tokens ({self.min_new_tokens}) must not exceed max_new_tokens ({self.max_new_tokens})"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _stop_strings_are_texts(self) -> Self:
+        if "" in self.stop:
+            raise ValueError("stop must not hold an empty string, which would end every answer at once; remove it")
         return self
 
     def new(self, **changes: Any) -> GenerationHyperparameters:

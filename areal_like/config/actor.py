@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -13,6 +15,16 @@ from areal_like.config.section import Section
 from areal_like.config.shaping import ShapingConfig
 
 TRAIN_BACKENDS = ("fsdp",)
+
+#: keys that only some objectives read
+_OBJECTIVES_WITH: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "c_clip": ("decoupled_ppo", "ppo", "gspo", "gspo_token"),
+        "tau_positive": ("sapo",),
+        "tau_negative": ("sapo",),
+        "m2_limit": ("m2po",),
+    }
+)
 
 
 class OptimizerConfig(Section):
@@ -136,6 +148,17 @@ class ActorConfig(Section):
                 f"objective {self.objective} takes its weight at its own level (the row's geometric mean); "
                 f"remove behave_level: {self.behave_level}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _keys_of_objectives_have_an_effect(self) -> Self:
+        for key, objectives in _OBJECTIVES_WITH.items():
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if value != default and self.objective not in objectives:
+                raise ValueError(
+                    f"{key} ({value:g}) has no effect with objective {self.objective}; remove it or set objective: "
+                    f"{' | '.join(objectives)}"
+                )
         return self
 
     @model_validator(mode="after")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from areal_like.config.nearest import explain_unknown
+from areal_like.config.nearest import annotation_at, explain_unknown
 
 #: longest value that is shown in a message
 _SHOWN = 80
@@ -26,6 +26,7 @@ _RULES: Mapping[str, str] = {
     "bool_parsing": "must be true or false",
     "string_type": "must be text (quote it)",
     "tuple_type": "must be a list",
+    "too_short": "must have at least {min_length} entries",
     "list_type": "must be a list",
     "dict_type": "must be a mapping of keys to values",
     "model_type": "must be a section (a mapping of keys to values)",
@@ -63,8 +64,25 @@ def _describe(details: ErrorDetails, root: type[BaseModel], lines: Mapping[str, 
     context: dict[str, Any] = details.get("ctx", {})
     template = _RULES.get(details["type"])
     rule = template.format(**context) if template else _lower_first(details["msg"])
+    if details["type"] == "literal_error":
+        names = _names(annotation_at(root, path))
+        rule = _one_of(names) if names else rule
     value = _NO_VALUE if details["type"] == "missing" else details["input"]
     return f"{where}{rule}" + ("" if value is _NO_VALUE else f"; got {_shown(value)}")
+
+
+def _one_of(options: Sequence[Any]) -> str:
+    names = ["null" if option is None else repr(option) for option in options]
+    return f"must be one of {', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else f"must be {names[0]}"
+
+
+def _names(annotation: Any) -> list[Any]:
+    """What a key takes whose type is made of ``Literal`` and None: pydantic tells the options of one branch only."""
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    if annotation is type(None):
+        return [None]
+    return [name for option in get_args(annotation) for name in _names(option)]
 
 
 def _is_union_branch(part: int | str) -> bool:

@@ -19,7 +19,8 @@ def check_learning(actor: ActorConfig, critic: CriticConfig | None, gconfig: Gen
     limit = actor.shaping.length_limit or gconfig.max_new_tokens
     margin = actor.shaping.overlong_margin
     if margin is not None and margin > limit:
+        key = "gconfig.max_new_tokens" if actor.shaping.length_limit is None else "actor.shaping.length_limit"
         raise ValueError(
-            f"actor.shaping.overlong_margin ({margin}) exceeds the limit of {limit} tokens below which it lies; "
-            "lower it"
+            f"actor.shaping.overlong_margin ({margin}) exceeds {key} ({limit}), below which it lies; lower it"
+            + ("" if actor.shaping.length_limit else ", or set actor.shaping.length_limit where answers add up")
         )

@@ -142,10 +142,14 @@ def explain_unknown(root: type[BaseModel], path: str) -> str:
 def nearest_key(root: type[BaseModel], path: str) -> str | None:
     """The existing key that ``path`` was most likely meant to be, or None.
 
-    A sibling spelled alike comes first, then the same name anywhere else in the file, then the likest full path.
+    The same name deeper in the section comes first (``actor.lr``: ``actor.optimizer.lr``), then a sibling spelled
+    alike, then the same name anywhere else in the file, then the likest full path.
     """
     parent, _, name = path.rpartition(".")
     known = list(key_paths(root))
+    within = [p for p in known if parent and p.startswith(f"{parent}.") and p.rpartition(".")[2] == name]
+    if within:
+        return min(within, key=lambda p: (p.count("."), p))
     siblings = {p.rpartition(".")[2]: p for p in known if p.rpartition(".")[0] == parent}
     folded = {s.lower().replace("-", "_"): p for s, p in siblings.items()}
     wanted = name.lower().replace("-", "_")

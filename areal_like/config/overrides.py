@@ -39,7 +39,13 @@ def parse_override(text: str, root: type[BaseModel]) -> Override:
     annotation = annotation_at(root, path)
     if annotation is None and not _inside_free_mapping(root, path):
         raise ConfigError(f"{source}: {path}: {explain_unknown(root, path)}")
-    return Override(path=path, value=_typed(raw.strip(), annotation, source))
+    raw = raw.strip()
+    try:
+        return Override(path=path, value=_typed(raw, annotation, source))
+    except ConfigError as error:
+        if raw.startswith(("{", "[")) and not raw.endswith(("}", "]")):  # a shell splits what is not quoted
+            raise ConfigError(f"{error}; where a value has spaces, quote the whole: '{path}={raw} ...'") from None
+        raise
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
@@ -48,3 +48,31 @@ def test_adapters_need_servers_that_add_them() -> None:
         ExperimentConfig.model_validate(tree | {"rollout": {"backend": "vllm:d1"}})
     with pytest.raises(ValidationError, match="rank"):
         ActorConfig.model_validate({"lora": {"rank": 0}})
+
+
+OBJECTIVES = get_args(ActorConfig.model_fields["objective"].annotation)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "readers"),
+    [
+        ("c_clip", 3.0, {"decoupled_ppo", "ppo", "gspo", "gspo_token"}),
+        ("tau_positive", 2.0, {"sapo"}),
+        ("tau_negative", 2.0, {"sapo"}),
+        ("m2_limit", 0.1, {"m2po"}),
+    ],
+)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_key_that_the_objective_does_not_read_is_refused(
+    key: str, value: float, readers: set[str], objective: str
+) -> None:
+    if objective in readers:
+        assert getattr(ActorConfig.model_validate({"objective": objective, key: value}), key) == value
+    else:
+        with pytest.raises(ValidationError, match=rf"{key} \({value:g}\) has no effect with objective {objective}"):
+            ActorConfig.model_validate({"objective": objective, key: value})
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_every_objective_takes_the_defaults(objective: str) -> None:
+    assert ActorConfig.model_validate({"objective": objective}).objective == objective

@@ -41,7 +41,11 @@ def test_a_sound_experiment_is_accepted() -> None:
         ({"ref": {"kl_in": "reward"}}, "kl_estimator: k3 does not have the KL's gradient"),
         (
             {"actor": {"shaping": {"overlong_margin": 9}}, "gconfig": {"n_samples": 2, "max_new_tokens": 8}},
-            "overlong_margin (9) exceeds the limit of 8 tokens",
+            "actor.shaping.overlong_margin (9) exceeds gconfig.max_new_tokens (8)",
+        ),
+        (
+            {"actor": {"shaping": {"overlong_margin": 9, "length_limit": 7}}},
+            "actor.shaping.overlong_margin (9) exceeds actor.shaping.length_limit (7)",
         ),
         ({"rollout": {"max_head_offpolicyness": -1}}, "rollout.max_head_offpolicyness"),
         ({"recover": {"mode": "auto"}}, "recover.mode"),

@@ -114,18 +114,24 @@ def test_overrides_make_missing_sections_and_leave_the_file_alone(tmp_path: Path
         ("actor.optimizer.lrr=1", "actor.optimizer.lrr: unknown key; did you mean actor.optimizer.lr?"),
         ("actor.path=x", "actor.path: unknown key; here it is model.path"),
         ("seed=[1", "override 'seed=[1': expected ',' or ']'"),
+        ("workflow_args={turns:", "where a value has spaces, quote the whole: 'workflow_args={turns: ...'"),
+        ("gconfig.stop=[a,", "where a value has spaces, quote the whole: 'gconfig.stop=[a, ...'"),
         ("seed.x=1", "seed.x: unknown key; seed has no keys of its own"),
         ("train_dataset.batch_size=abc", "train_dataset.batch_size: must be a whole number; got 'abc'"),
         ("train_dataset.batch_size=true", "train_dataset.batch_size: must be a whole number; got True"),
         ("total_train_steps=1.5", "total_train_steps: must be a whole number; got 1.5"),
         ("actor.optimizer.lr=.inf", "actor.optimizer.lr: must be a finite number; got inf"),
+        ("gconfig.temperature=.nan", "gconfig.temperature: must be a finite number; got nan"),
+        ("gconfig.stop=['a', '']", "stop must not hold an empty string"),
+        ("gconfig.stop_token_ids=[-1]", "gconfig.stop_token_ids.0: must be at least 0; got -1"),
+        ("actor.lora.target_modules=[]", "actor.lora.target_modules: must have at least 1 entries; got []"),
         ("actor.optimizer.lr=.nan", "actor.optimizer.lr: must be a finite number; got nan"),
         ("rollout.max_head_offpolicyness=-1", "rollout.max_head_offpolicyness: must be at least 0; got -1"),
         ("rollout.backend=vlm:d1", "rollout.backend: unknown backend 'vlm'; known: embedded, vllm, sglang"),
         ("rollout.backend=embedded:x1", "rollout.backend: size x1 of 'embedded:x1' is unknown"),
         ("actor.backend=fsdp:d2t2", "actor.backend: 'fsdp:d2t2': only data parallelism (d) is supported"),
         ("rollout.interrupt=cut", "rollout.interrupt: must be one of 'keep', 'recompute' or 'drain'; got 'cut'"),
-        ("recover.mode=auto", "recover.mode: must be one of 'disabled'; got 'auto'"),
+        ("recover.mode=auto", "recover.mode: must be 'disabled'; got 'auto'"),
         ("trial_name=..", "trial_name: must match"),
         ("trial_name=a/b", "trial_name: must match"),
         ("evaluator=3", "evaluator: must be a section (a mapping of keys to values); got 3"),
@@ -139,6 +145,22 @@ def test_overrides_make_missing_sections_and_leave_the_file_alone(tmp_path: Path
 )
 def test_a_bad_override_is_one_message(tmp_path: Path, override: str, said: str) -> None:
     assert said in message(tmp_path, SMALL, override)
+
+
+@pytest.mark.parametrize(
+    ("key", "options"),
+    [
+        ("model.dtype", "'float32' or 'bfloat16'"),
+        ("actor.adv_norm.mean_level", "'group', 'batch' or null"),
+        (
+            "actor.advantage",
+            "'grpo', 'dr_grpo', 'rloo', 'reinforce_plus_plus', 'reinforce_plus_plus_baseline', 'lite_ppo', "
+            "'reinforce_baseline', 'gae' or null",
+        ),
+    ],
+)
+def test_a_name_that_is_none_is_one_fault_with_all_that_are(tmp_path: Path, key: str, options: str) -> None:
+    assert message(tmp_path, SMALL, f"{key}=x") == f"{tmp_path / 'exp.yaml'}: {key}: must be one of {options}; got 'x'"
 
 
 def test_every_fault_is_listed_with_key_line_rule_and_value(tmp_path: Path) -> None:

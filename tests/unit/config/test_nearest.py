@@ -39,3 +39,11 @@ def test_an_areal_key_is_explained_before_it_is_taken_for_a_typo() -> None:
     assert explain_unknown(ExperimentConfig, "rollout.queue_size").startswith(
         "unknown key; here it is rollout.max_conc"
     )
+
+
+@pytest.mark.parametrize("path", [p for p in key_paths(ExperimentConfig) if p.count(".") >= 2])
+def test_a_key_one_section_too_high_is_found(path: str) -> None:
+    section, name = path.split(".")[0], path.rpartition(".")[2]
+    if annotation_at(ExperimentConfig, f"{section}.{name}") is None:
+        nearest = nearest_key(ExperimentConfig, f"{section}.{name}")
+        assert nearest is not None and nearest.startswith(f"{section}.") and nearest.endswith(f".{name}")

@@ -83,7 +83,7 @@ def test_bad_input_is_exit_code_2_with_one_message_and_no_run_folder(
         ("rollout.backend=tgi:d1", "unknown backend 'tgi'"),
         ("actor.ppo_n_minibatches=3", "must be a multiple of actor.ppo_n_minibatches (3)"),
         ("workflow=nowhere.Words", "nowhere"),
-        ("recover.mode=auto", "must be one of 'disabled'; got 'auto'"),
+        ("recover.mode=auto", "must be 'disabled'; got 'auto'"),
     ],
 )
 def test_a_real_process_ends_the_same_way(experiment_file: Path, override: str, said: str) -> None:
