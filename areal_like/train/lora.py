@@ -5,10 +5,11 @@ LoRA (Hu et al. 2021): W + (alpha / r) · B A with W frozen, A [r, in] random an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from areal_like.config.lora import LoraConfig
 from areal_like.errors import ConfigError
@@ -24,7 +25,7 @@ def add_adapters(model: nn.Module, lora: LoraConfig) -> None:
     """Put adapters into ``model`` in place, and freeze everything else. Draws A from torch's random state.
 
     Raises:
-        ConfigError: PEFT is not installed, or no layer of the model has such a name.
+        ConfigError: PEFT is not installed, or a name is not that of linear layers below the head.
     """
     try:
         from peft import LoraConfig as PeftConfig
@@ -34,10 +35,27 @@ def add_adapters(model: nn.Module, lora: LoraConfig) -> None:
     settings = PeftConfig(
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, bias="none", target_modules=list(lora.target_modules)
     )
-    try:
-        inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
-    except ValueError as error:
-        raise ConfigError(f"actor.lora.target_modules: {', '.join(lora.target_modules)}: {error}") from error
+    _check_targets(model, lora.target_modules)
+    inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
+
+
+def _check_targets(model: nn.Module, targets: Sequence[str]) -> None:
+    """PEFT is content if one of the names is found, and puts adapters where nothing here reads them.
+
+    Log-probs are taken from the head's own weight, and B · A is added to weights that are [out, in].
+    """
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    for target in targets:
+        found = {n: m for n, m in model.named_modules() if n == target or n.endswith(f".{target}")}
+        if found.keys() <= linear.keys() and found:
+            continue
+        kinds = ", ".join(sorted({type(m).__name__ for m in found.values()}))
+        got = f"is {'the head' if head in found.values() else kinds}" if found else "is not in the model"
+        names = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+        raise ConfigError(
+            f"actor.lora.target_modules: {target} {got}; name linear layers below the head: {names or 'it has none'}"
+        )
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:

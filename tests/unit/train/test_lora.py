@@ -125,7 +125,20 @@ def test_a_full_rank_adapter_on_every_layer_learns_what_the_batch_says(model_dir
     assert not torch.equal(engine.logprobs_without_gradient(some_batch()), before)
 
 
-def test_unknown_layers_are_refused(model_dir):
-    lora = ActorConfig.model_validate({"lora": {"target_modules": ["no_such_layer"]}}).lora
-    with pytest.raises(ConfigError, match="target_modules: no_such_layer"):
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (["no_such_layer"], "no_such_layer is not in the model"),
+        (["q_proj", "vproj"], "vproj is not in the model"),
+        (["lm_head"], "lm_head is the head"),
+        (["q_proj", "lm_head"], "lm_head is the head"),
+        (["embed_tokens"], "embed_tokens is Embedding"),
+        (["norm"], "norm is LlamaRMSNorm"),
+        (["self_attn"], "self_attn is LlamaAttention"),
+    ],
+)
+def test_what_is_no_linear_layer_below_the_head_is_refused(model_dir, targets, said):
+    lora = ActorConfig.model_validate({"lora": {"target_modules": targets}}).lora
+    names = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    with pytest.raises(ConfigError, match=f"{said}; name linear layers below the head: {names}$"):
         load_language_model(model_dir, lora=lora)
