@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,8 @@ from areal_like.api.weights import Manifest, TransportKind
 from areal_like.errors import WeightUpdateError
 from areal_like.weights.digest import parse_dtype
 from areal_like.weights.transports.base import WeightWriter, make_reader, make_writer
-from areal_like.weights.transports.collective import Meeting
+from areal_like.weights.transports.collective import CALL_TIMEOUT
+from areal_like.weights.transports.meeting import Meeting, reach_store
 
 #: several buckets of 4,096 bytes, one tensor split over many, and one without elements
 WEIGHTS = {
@@ -83,6 +85,17 @@ def test_a_group_is_rebuilt_without_a_reader_that_was_lost(writer: WeightWriter)
         leaving.result(60)
         assert lost.is_set()
         assert whole(staying.result(60))
+
+
+def test_a_reader_that_is_lost_before_its_group_is_made_holds_up_no_publication(writer: WeightWriter) -> None:
+    """The sender waits for it, at a connection of its own."""
+    meeting = Meeting.parse(writer.write(1, 0, WEIGHTS.items()).location)
+    store = reach_store(meeting, "version 1", timeout=20)
+    store.add(f"{meeting.key}/0/joined", 1)
+    store.wait([f"{meeting.key}/0/members"])
+    began = time.monotonic()
+    writer.write(2, 0, WEIGHTS.items())
+    assert time.monotonic() - began < CALL_TIMEOUT / 2
 
 
 def test_a_version_that_is_over_is_refused(writer: WeightWriter) -> None:
