@@ -162,9 +162,9 @@ async def train(session: Session, progress: RunProgress, stop: Stop, training: a
             with _cause_comes_first():
                 _summary(context, journal, stop, failure=headline_of(error)).write(context.paths.summary)
             raise
-        except asyncio.CancelledError:  # a process died, or the end was asked for twice
+        except asyncio.CancelledError as error:  # a process died, or the end was asked for twice
             with _cause_comes_first():
-                _summary(context, journal, stop, failure="ended early").write(context.paths.summary)
+                _summary(context, journal, stop, failure=str(error) or "ended early").write(context.paths.summary)
             raise
         summary = _summary(context, journal, stop, failure=None)
         summary.write(context.paths.summary)

@@ -5,6 +5,7 @@ It only listens. Nothing here may hold up rollouts or training: dumps go to a th
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,14 @@ class BatchReader(Protocol):
 
     def get(self, keys: Sequence[str]) -> list[Trajectory]: ...
 
+
+logger = logging.getLogger(__name__)
+
+#: what may leave optimiser steps out: its name, the figure that counts them, and the section that says how it learns
+SKIPPED = (
+    ("policy", "train/skipped_minibatches", "actor.optimizer"),
+    ("critic", "critic/skipped_minibatches", "critic.optimizer"),
+)
 
 #: told of each batch with its trajectories, when it is taken; must not block
 BatchListener = Callable[[Batch, Sequence[Trajectory]], None]
@@ -66,6 +75,7 @@ class RunJournal:
         self._publish_seconds = 0.0
         self._tokens_before = 0
         self._receipts: tuple[CommitReceipt, ...] = ()
+        self._skipped: dict[str, int] = {}
 
     def begin(self) -> None:
         """Training begins: the first step's waiting time counts from here."""
@@ -123,6 +133,7 @@ class RunJournal:
             tokens_per_second=generated / seconds if seconds > 0 else 0.0,
         )
         self._sinks.progress.step(figures)
+        self._warn_of_skips(state.step, report)
         self._sinks.metrics.write(
             {
                 **asdict(figures),
@@ -141,6 +152,24 @@ class RunJournal:
         )
         self._sinks.tracer.counter("rollouts", running=statistics.running, finished=statistics.finished)
         self._step_began = now
+
+    def _warn_of_skips(self, step: int, report: UpdateReport) -> None:
+        """Training that stands still looks like any other: it is told at the first such step, the 2nd, 4th, 8th, ..."""
+        for part, figure, section in SKIPPED:
+            if report.metrics.get(figure, 0.0) > 0:
+                self._skipped[part] = count = self._skipped.get(part, 0) + 1
+                if count & (count - 1) == 0:
+                    logger.warning(
+                        "step %d: %d optimiser steps of the %s were left out, their gradients not being finite (so far "
+                        "in %d steps of the run); look at the steps before it in metrics.jsonl; lower %s.lr or "
+                        "%s.gradient_clipping",
+                        step,
+                        report.metrics[figure],
+                        part,
+                        count,
+                        section,
+                        section,
+                    )
 
     def evaluated(self, report: EvaluationReport) -> None:
         if report.reward is not None:

@@ -12,6 +12,8 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from areal_like.rollout.failure import headline_of
+
 logger = logging.getLogger(__name__)
 
 
@@ -41,7 +43,7 @@ class Stop:
 
 
 async def supervise(work: Coroutine[Any, Any, None], watchers: tuple[Coroutine[Any, Any, object], ...]) -> None:
-    """Run ``work`` until it ends; a watcher that ends first ends it too.
+    """Run ``work`` until it ends; a watcher that ends first ends it too, and the work's CancelledError says of what.
 
     Raises:
         Exception: what the first watcher to fail raised, else what ``work`` raised. A watcher's failure comes first,
@@ -55,7 +57,8 @@ async def supervise(work: Coroutine[Any, Any, None], watchers: tuple[Coroutine[A
             # a process that died breaks the work an instant before its exit is seen: give its watcher that instant
             await asyncio.wait(watching, timeout=_CAUSE_GRACE, return_when=asyncio.FIRST_COMPLETED)
         failed = [task for task in watching if task.done()]
-        await _cancel({working, *watching})
+        causes = [error for task in failed if (error := task.exception()) is not None]
+        await _cancel({working, *watching}, headline_of(causes[0]) if causes else None)
         for task in failed:
             task.result()
         await working
@@ -95,7 +98,7 @@ async def until_stopped(
 _CAUSE_GRACE = 0.5
 
 
-async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
+async def _cancel(tasks: set[asyncio.Task[Any]], reason: str | None = None) -> None:
     for task in tasks:
-        task.cancel()
+        task.cancel(reason)
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -11,8 +11,11 @@ from typing import Any
 from uuid import uuid4
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+
+from areal_like.errors import ArealLikeError
 
 #: bytes of one file of weights
 SHARD_BYTES = 4 * 2**30
@@ -37,11 +40,14 @@ def write_checkpoint(
 
     Args:
         also: writes more into the folder it is given, before that takes its place.
+
+    Raises:
+        ArealLikeError: a disk is full or gone; ``directory`` holds what it held before.
     """
     directory = directory.absolute()
     aside = directory.with_name(f".{directory.name}.{uuid4().hex[:8]}")
-    aside.mkdir(parents=True)
     try:
+        aside.mkdir(parents=True)
         dtype = _write_weights(aside, tensors, shard_bytes)
         _write_config(aside, config, dtype)
         for path in sorted(source.iterdir()):
@@ -53,6 +59,11 @@ def write_checkpoint(
             _flush(path)
         _flush(aside)
         _replace(aside, directory)
+    except (OSError, SafetensorError) as error:
+        raise ArealLikeError(
+            f"{directory}: no checkpoint could be written: {error}; it needs a folder that can be written and room for "
+            "the whole model: free space on its disk, or write to another"
+        ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return directory

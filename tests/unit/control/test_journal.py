@@ -116,6 +116,31 @@ def _step(desk: Desk, batch: Batch, *, waited: float, published: float) -> None:
     desk.journal.step(state, batch, report_of(batch.version))
 
 
+@pytest.mark.parametrize(
+    ("figure", "part", "section"),
+    [
+        ("train/skipped_minibatches", "policy", "actor.optimizer"),
+        ("critic/skipped_minibatches", "critic", "critic.optimizer"),
+    ],
+)
+def test_steps_that_were_left_out_are_told_ever_less_often(
+    desk: Desk, caplog: pytest.LogCaptureFixture, figure: str, part: str, section: str
+) -> None:
+    for step in range(1, 10):
+        state, skipped = RunState(step=step, version=step), 0.0 if step == 2 else 3.0
+        desk.journal.step(state, batch_of(step - 1), replace(report_of(step - 1), metrics={figure: skipped}))
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.partition(":")[0] for text in told] == [
+        "step 1",
+        "step 3",
+        "step 5",
+        "step 9",
+    ]  # its 1st, 2nd, 4th, 8th
+    assert all(
+        f"3 optimiser steps of the {part} were left out" in text and f"lower {section}.lr" in text for text in told
+    )
+
+
 def test_a_step_s_line_holds_its_own_figures(desk: Desk) -> None:
     desk.now = 110.0
     desk.journal.begin()

@@ -57,6 +57,24 @@ async def test_a_watcher_s_failure_cancels_the_work_and_waits_for_its_clean_up()
     assert cleaned == ["work"]
 
 
+async def test_cancelled_work_hears_which_watcher_failed_and_of_what() -> None:
+    """Through a task group and a nested wait, as the work of a run has them."""
+    heard: list[str] = []
+
+    async def work() -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_for_ever())
+                await until_stopped(_for_ever(), Stop(), ask_to_end=_nothing, grace=1.0)
+        except asyncio.CancelledError as error:
+            heard.append(str(error))
+            raise
+
+    with pytest.raises(ProcessDied):
+        await supervise(work(), (_for_ever(), _fail(ProcessDied("train-0 was ended by SIGKILL"))))
+    assert heard == ["ProcessDied: train-0 was ended by SIGKILL"]
+
+
 async def test_a_dead_process_is_the_cause_of_the_call_that_it_broke() -> None:
     broken = asyncio.Event()
 

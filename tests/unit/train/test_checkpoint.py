@@ -1,6 +1,8 @@
 """Checkpoints load with transformers, and are there whole or not at all."""
 
 import json
+import resource
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from train_cases import build_engine
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_like.config.actor import ActorConfig
+from areal_like.errors import ArealLikeError
 from areal_like.train.checkpoint import write_checkpoint
 
 
@@ -56,7 +59,40 @@ def test_a_failure_leaves_the_older_one_and_no_debris(model_dir, tmp_path):
         yield "a", torch.zeros(2)
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ArealLikeError, match="checkpoint: no checkpoint could be written: disk full"):
         write_checkpoint(target, breaks(), config=AutoConfig.from_pretrained(model_dir), source=model_dir)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
     assert (target / "good").read_text() == "old"
+
+
+@contextmanager
+def files_of_at_most(size):
+    """A disk that is full after ``size`` bytes of a file, as far as this process can tell."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("room", [20, 300])
+def test_a_disk_without_room_for_weights_or_config_is_told_with_its_folder(model_dir, tmp_path, room):
+    """20 bytes do not hold the weights; 300 do, and then not config.json."""
+    target = tmp_path / "checkpoint"
+    with (
+        files_of_at_most(room),
+        pytest.raises(ArealLikeError, match=r"/checkpoint: no checkpoint .*; it needs .* room"),
+    ):
+        write_checkpoint(
+            target, [("a", torch.zeros(8))], config=AutoConfig.from_pretrained(model_dir), source=model_dir
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_is_no_folder_is_told(model_dir, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArealLikeError, match="file/checkpoint: no checkpoint could be written"):
+        write_checkpoint(
+            tmp_path / "file" / "checkpoint", [], config=AutoConfig.from_pretrained(model_dir), source=model_dir
+        )
