@@ -92,7 +92,7 @@ def test_a_reader_that_is_lost_before_its_group_is_made_holds_up_no_publication(
     meeting = Meeting.parse(writer.write(1, 0, WEIGHTS.items()).location)
     store = reach_store(meeting, "version 1", timeout=20)
     store.add(f"{meeting.key}/0/joined", 1)
-    store.wait([f"{meeting.key}/0/members"])
+    store.wait([f"{meeting.key}/0/group/0/0"])  # its own address; then it waits for ours
     began = time.monotonic()
     writer.write(2, 0, WEIGHTS.items())
     assert time.monotonic() - began < CALL_TIMEOUT / 2
