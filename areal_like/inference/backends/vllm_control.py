@@ -202,7 +202,7 @@ class VllmControl:
             pause = min(2 * pause, _LONGEST_LOOK)
             status = await self._workers.status(timeout=timeout)
 
-    def _refuse_manifest(self, manifest: Manifest, status: WorkerStatus) -> None:
+    def _refuse_manifest(self, manifest: Manifest, status: WorkerStatus) -> NoReturn:
         """Raises StaleCommand or WeightUpdateError: a worker refused it."""
         old = (manifest.incarnation, manifest.version) < status.loaded
         raise (StaleCommand if old else WeightUpdateError)(f"{self._name}: {status.refused}")
