@@ -22,6 +22,7 @@ from areal_like.config.experiment import ExperimentConfig
 from areal_like.config.paths import RunPaths
 from areal_like.control.evaluation import EvaluationSettings, Evaluator
 from areal_like.control.registry import Registry
+from areal_like.errors import ServerUnavailable
 from areal_like.rollout.convert import to_trajectories
 from areal_like.rollout.datasets import read_jsonl
 from areal_like.rollout.episode import Converter
@@ -141,7 +142,7 @@ async def open_serving(session: Session, tokenizer: Tokenizer) -> AsyncIterator[
     """Wait for the servers and join them. They get requests after their first receipt.
 
     Raises:
-        InfrastructureError: a server did not become ready in time.
+        InfrastructureError: a server did not become ready in time, or one that we were given does not answer.
         ConfigError: the engine's version cannot do what the experiment asks.
     """
     config = session.context.config
@@ -151,8 +152,15 @@ async def open_serving(session: Session, tokenizer: Tokenizer) -> AsyncIterator[
     rules = TextRules(decode=tokenizer.decode, eos_token_ids=frozenset() if eos is None else frozenset({eos}))
     async with ServerPool(HealthPolicy(timeout=rollout.control_timeout)) as pool:
         for name, url in addresses.items():
-            link = await open_link(config, name, url, token)
-            await pool.add(name, url, link.control, link.dialect)
+            try:
+                link = await open_link(config, name, url, token)
+                await pool.add(name, url, link.control, link.dialect)
+            except ServerUnavailable as error:
+                if not rollout.servers:
+                    raise
+                raise ServerUnavailable(
+                    f"rollout.servers: {url} does not answer as a server should: {error}; start it, or name where it is"
+                ) from error
         retry = RetryPolicy(retries=rollout.request_retries)
         async with RemoteEngine(pool, token=token, timeout=rollout.request_timeout, retry=retry, rules=rules) as engine:
             yield Serving(pool=pool, engine=engine)

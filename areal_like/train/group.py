@@ -183,7 +183,10 @@ class TrainerGroup:
                         for client in self._clients
                     ]
             except ExceptionGroup as failures:
-                raise failures.exceptions[0] from None
+                (first, *_) = failures.exceptions
+                if isinstance(first, RpcError) and timeout is None and time.monotonic() - started >= limit:
+                    raise RpcError(f"{first}; raise actor.step_timeout if it needs longer") from None
+                raise first from None
             finally:
                 self._busy_seconds += time.monotonic() - started
                 self._in_flight = ""

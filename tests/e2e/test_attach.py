@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -63,6 +64,16 @@ def test_a_wrong_token_is_told_by_name(workspace: Workspace, monkeypatch: pytest
     assert "401" in ended.err
     served.send(signal.SIGINT)
     served.end()
+
+
+def test_a_server_that_is_not_there_is_told_by_key_and_address(workspace: Workspace) -> None:
+    with socket.socket() as held:  # bound and not listening: nobody else answers there
+        held.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{held.getsockname()[1]}"
+        ended = workspace.call("run", "exp.yaml", "--plain", "trial_name=nobody", f'rollout.servers=["{url}"]')
+    assert ended.status == 1
+    assert f"rollout.servers: {url} does not answer" in ended.err
+    assert "start it, or name where it is" in ended.err
 
 
 def test_a_run_goes_on_beside_a_server_that_answers_500(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:

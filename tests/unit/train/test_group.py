@@ -129,7 +129,7 @@ async def test_a_rank_that_does_not_answer_is_an_error_in_time(ranks_of):
     ranks, addresses = await ranks_of((0, 2), (1, 2))
     ranks[1].hang = True
     async with TrainerGroup(addresses, step_timeout=0.2) as trainer:
-        with pytest.raises(RpcError):
+        with pytest.raises(RpcError, match=r"no answer within 0\.2 s.*raise actor\.step_timeout if it needs longer"):
             await trainer.update(random_batch()[0])
 
 
