@@ -1,8 +1,7 @@
 """Our weight-transfer engine in a vLLM worker: staged in the background, loaded while the scheduler is paused.
 
-``start`` touches nothing; ``update {stage}`` checks the manifest and begins to fetch; ``update {wait}`` tells how that
-ended; ``finish`` loads: layer-wise reload as vLLM's own engines do, then the tied head, whose packed copy vLLM
-forgets on a CPU.
+``start`` touches nothing; ``update`` checks the manifest and begins to fetch; ``status`` tells how that goes on;
+``finish`` loads: layer-wise reload as vLLM's own engines do, then the tied head, whose packed copy vLLM forgets on a CPU.
 
 What comes from GPU to GPU is received by vLLM's own engines (``native``) in ``finish``, straight into the loader, or,
 once it is known where that puts each tensor, straight into the live parameters (``reloading``).
@@ -54,10 +53,9 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """``op``: ``stage`` (with a manifest as JSON, and the server's name in the run) or ``wait``."""
+    """``manifest``: as JSON; ``server``: our server's name in the run."""
 
-    op: str
-    manifest: str = ""
+    manifest: str
     server: str = ""
 
 
@@ -90,22 +88,15 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """The live weights stay as they are until ``finish``."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Begin to fetch, or tell how fetching ended.
+        """Begin to fetch; :meth:`status` tells how it goes on.
 
         Raises:
-            WeightUpdateError: the manifest does not fit the model, or what was fetched is damaged.
+            WeightUpdateError: the manifest does not fit the model.
             StaleCommand: the manifest is older than what is loaded.
-            ValueError: an unknown ``op``.
         """
-        if update_info.op == "stage":
-            manifest = Manifest.model_validate_json(update_info.manifest)
-            self._server = update_info.server
-            self._receiver.stage(manifest, self._expect(), newest=self._newest())
-        elif update_info.op == "wait":
-            if self._receiver.state != "staged":
-                raise WeightUpdateError(self._receiver.error or f"nothing is staged: {self._receiver.state}")
-        else:
-            raise ValueError(f"update op {update_info.op!r}: known are 'stage' and 'wait'")
+        manifest = Manifest.model_validate_json(update_info.manifest)
+        self._server = update_info.server
+        self._receiver.stage(manifest, self._expect(), newest=self._newest())
 
     def finish_weight_update(self) -> None:
         """Load what is staged. From the first layer on, a failure leaves the model damaged until the next whole load.
@@ -140,10 +131,6 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             RuntimeError: always.
         """
         raise RuntimeError("weights are sent by areal_like.weights.transports, in the trainer's process")
-
-    def discard(self) -> None:
-        """Give up what is staged."""
-        self._receiver.discard()
 
     def status(self) -> dict[str, Any]:
         """``WorkerStatus`` of the control's side. The digest is that of the verified bytes that were loaded last."""

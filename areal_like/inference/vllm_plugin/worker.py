@@ -47,7 +47,7 @@ class UpdateExtension:
         """
         wanted, refused = Manifest.model_validate_json(manifest), ""
         try:
-            self._areal_like_fetch(wanted, {"op": "stage", "manifest": manifest, "server": server})
+            self._areal_like_fetch(wanted, {"manifest": manifest, "server": server})
         except ArealLikeError as error:
             refused = str(error)
         return {**self.areal_like_status(), "refused": refused}

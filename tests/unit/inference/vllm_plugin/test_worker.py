@@ -71,7 +71,6 @@ class Worker(UpdateExtension):
     def update_weights(self, update_info: Mapping[str, str]) -> None:
         if not self._weight_update_active:
             raise RuntimeError("start_weight_update must be called before update_weights.")
-        assert update_info["op"] == "stage"
         assert update_info["server"] == "s0"
         manifest, loaded = Manifest.model_validate_json(update_info["manifest"]), self.engine.loaded
         expected = Expected(shapes={"w": (2, 3)}, optional={})
