@@ -44,6 +44,12 @@ def checkpoint_of(run_folder: Path, version: int) -> Path:
     return found[version]
 
 
+def check_target(target: Path) -> None:
+    """Raises: ConfigError: ``target`` holds something that writing there would destroy."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target}: exists and is not an empty folder; choose another target")
+
+
 def copy_checkpoint(source: Path, target: Path) -> int:
     """Copy a checked checkpoint so that ``target`` appears at once and whole; returns its bytes.
 
@@ -51,8 +57,7 @@ def copy_checkpoint(source: Path, target: Path) -> int:
         ConfigError: the checkpoint is incomplete, ``target`` holds something, or it cannot be written.
     """
     inspect_model(source)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target}: exists and is not an empty folder; choose another target")
+    check_target(target)
     aside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

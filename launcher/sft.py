@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 -m launcher.sft MODEL_DIR DATA.jsonl OUT_DIR ...
 
 Rows of the data are ``{"prompt": text, "answer": text}`` (the answer and the end-of-sequence token are learned) or
-``{"input_ids": [...], "loss_mask": [...]}``. Writes a Hugging Face folder.
+``{"input_ids": [...], "loss_mask": [...]}``. Writes a Hugging Face folder, which must not be there yet.
 """
 
 from __future__ import annotations
@@ -12,17 +12,25 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import ValidationError
 
 from areal_like.api.trajectory import Trajectory
 from areal_like.api.workflow import Tokenizer
 from areal_like.config.actor import MicroBatchConfig, OptimizerConfig
-from areal_like.errors import ConfigError
+from areal_like.config.faults import describe_faults
+from areal_like.errors import ArealLikeError, ConfigError
 from areal_like.rollout.datasets import read_jsonl
 from areal_like.rollout.tokenizer import load_tokenizer
+from launcher.checkpoints import check_target
+from launcher.cli import EXIT_BAD_INPUT, EXIT_FAILED
+from launcher.model_files import inspect_model, vocabulary_size
 
 if TYPE_CHECKING:
     from areal_like.train.parallel import Parallel
@@ -31,9 +39,59 @@ if TYPE_CHECKING:
 _TIMEOUT = 1800.0
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Parse the command line, join the ranks, train, save."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What can be read and checked before the ranks meet."""
+
+    rows: Sequence[Trajectory]
+    optimizer: OptimizerConfig
+    mb_spec: MicroBatchConfig
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line, join the ranks, train, save.
+
+    Returns:
+        The exit status: 2 where arguments or files are wrong, and nothing was begun; 1 where it failed later.
+    """
     given = _parser().parse_args(argv)
+    try:
+        _join_ranks(given, prepare(given))
+    except ArealLikeError as error:
+        print(f"sft: error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT if isinstance(error, ConfigError) else EXIT_FAILED
+    return 0
+
+
+def prepare(given: argparse.Namespace) -> Prepared:
+    """Read the rows, and check everything that needs no training.
+
+    Raises:
+        ConfigError: an argument, the model's folder, the data or the target is wrong.
+    """
+    check_target(given.out)
+    try:
+        optimizer = OptimizerConfig(lr=given.lr, warmup_steps=given.warmup_steps, lr_scheduler_type=given.schedule)
+    except ValidationError as error:
+        faults = describe_faults(error, OptimizerConfig, {})
+        raise ConfigError("; ".join(f"--{fault.replace('warmup_steps', 'warmup-steps')}" for fault in faults)) from None
+    facts, vocabulary = inspect_model(given.model), vocabulary_size(given.model)
+    tokenizer = load_tokenizer(str(given.model))
+    rows = []
+    for number, line in enumerate(read_jsonl(given.data), start=1):
+        where = f"{given.data}: row {number}"
+        row = learned_row(line, tokenizer, where)
+        check_fits(row, vocabulary, facts.context_length, where)
+        rows.append(row)
+    packing: Literal["packed", "padded"] = "packed" if given.packed else "padded"
+    return Prepared(
+        rows=rows,
+        optimizer=optimizer,
+        mb_spec=MicroBatchConfig(max_tokens_per_mb=given.max_tokens_per_mb, packing=packing),
+    )
+
+
+def _join_ranks(given: argparse.Namespace, prepared: Prepared) -> None:
     import torch
 
     from areal_like.train.parallel import choose_device, process_group
@@ -47,11 +105,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         with process_group(
             rank=rank, world_size=ranks, rendezvous=rendezvous, device=device, timeout=_TIMEOUT
         ) as parallel:
-            fine_tune(given, parallel)
+            fine_tune(given, prepared, parallel)
 
 
-def fine_tune(given: argparse.Namespace, parallel: Parallel) -> None:
-    """Train ``given.model`` on ``given.data`` and write ``given.out``. Collective."""
+def fine_tune(given: argparse.Namespace, prepared: Prepared, parallel: Parallel) -> None:
+    """Train ``given.model`` on the rows and write ``given.out``. Collective."""
     import torch
 
     from areal_like.train.checkpoint import write_checkpoint
@@ -59,23 +117,21 @@ def fine_tune(given: argparse.Namespace, parallel: Parallel) -> None:
     from areal_like.train.model import PolicyModel, Sampling, load_language_model
     from areal_like.train.sft import SftUpdate
 
-    tokenizer = load_tokenizer(str(given.model))
-    rows = [learned_row(row, tokenizer, f"{given.data}: row {i}") for i, row in enumerate(read_jsonl(given.data), 1)]
-    layout: Literal["packed", "padded"] = "packed" if given.packed else "padded"
-    model: Any = load_language_model(given.model, layout=layout).to(parallel.device)
-    optimizer = OptimizerConfig(lr=given.lr, warmup_steps=given.warmup_steps, lr_scheduler_type=given.schedule)
+    model: Any = load_language_model(given.model, layout=prepared.mb_spec.packing).to(parallel.device)
     engine = TrainEngine(
         PolicyModel(model, Sampling()),
         parallel,
-        optimizer,
+        prepared.optimizer,
         total_steps=given.steps,
         compute_dtype=getattr(torch, given.dtype),
     )
-    update = SftUpdate(engine, MicroBatchConfig(max_tokens_per_mb=given.max_tokens_per_mb, packing=layout))
-    for step, batch in enumerate(_batches(rows, given.batch_size, given.steps, given.seed), start=1):
+    update = SftUpdate(engine, prepared.mb_spec)
+    for step, batch in enumerate(_batches(prepared.rows, given.batch_size, given.steps, given.seed), start=1):
         report = update.run(batch)
-        if parallel.rank == 0 and (step % given.every == 0 or step == given.steps):
-            print(f"step {step}/{given.steps}  loss {report.loss:.4f}  grad norm {report.grad_norm:.3f}", flush=True)
+        if parallel.rank == 0 and (step % given.every == 0 or step == given.steps or report.skipped):
+            skipped = "  left out: the gradient is not finite; lower --lr" if report.skipped else ""
+            figures = f"loss {report.loss:.4f}  grad norm {report.grad_norm:.3f}"
+            print(f"step {step}/{given.steps}  {figures}{skipped}", flush=True)
     tensors = engine.named_weights()
     if parallel.rank == 0:
         write_checkpoint(Path(given.out), tensors, config=model.config, source=Path(given.model))
@@ -88,9 +144,13 @@ def learned_row(row: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Tra
     from areal_like.train.sft import supervised_row
 
     if "input_ids" in row and "loss_mask" in row:
-        ids, mask = list(row["input_ids"]), list(row["loss_mask"])
+        ids, mask = row["input_ids"], row["loss_mask"]
+        if not (_is_list_of_integers(ids) and _is_list_of_integers(mask)) or not set(mask) <= {0, 1}:
+            raise ConfigError(f"{where}: input_ids must be a list of token ids, and loss_mask one of 0 and 1")
         if len(ids) != len(mask) or not ids or mask[0]:
             raise ConfigError(f"{where}: input_ids and loss_mask must be equally long, and loss_mask begin with 0")
+        if not any(mask):
+            raise ConfigError(f"{where}: no token has loss_mask 1: it teaches nothing; mark what is to be learned")
         return supervised_row(ids, mask)
     if not isinstance(row.get("prompt"), str) or not isinstance(row.get("answer"), str):
         wanted = "texts prompt and answer, or lists input_ids and loss_mask"
@@ -102,6 +162,29 @@ def learned_row(row: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Tra
     if not prompt:
         raise ConfigError(f"{where}: the prompt has no token; the first token of a row cannot be learned")
     return supervised_row(prompt + answer, [0] * len(prompt) + [1] * len(answer))
+
+
+def _is_list_of_integers(value: object) -> bool:
+    return isinstance(value, list) and all(type(entry) is int for entry in value)
+
+
+def check_fits(row: Trajectory, vocabulary: int | None, context: int | None, where: str) -> None:
+    """Raises: ConfigError: the model has no such token, or no room for the row (None: it does not say)."""
+    low, high = int(row.token_ids.min()), int(row.token_ids.max())
+    if low < 0 or (vocabulary is not None and high >= vocabulary):
+        raise ConfigError(
+            f"{where}: token {low if low < 0 else high} is none of the model's {vocabulary}; encode it with the "
+            "tokenizer that lies beside the model"
+        )
+    if context is not None and len(row.token_ids) > context:
+        raise ConfigError(f"{where}: {len(row.token_ids)} tokens exceed the model's context of {context}; shorten it")
+
+
+def _positive(text: str) -> int:
+    """An integer of at least 1, from the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1; got {text!r}")
+    return int(text)
 
 
 def _batches(rows: Sequence[Trajectory], size: int, steps: int, seed: int) -> Iterator[list[Trajectory]]:
@@ -121,19 +204,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("model", type=Path, help="Hugging Face folder to begin with")
     parser.add_argument("data", help="JSONL file")
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--steps", type=int, required=True, help="optimiser steps")
+    parser.add_argument("--steps", type=_positive, required=True, help="optimiser steps")
     parser.add_argument("--lr", type=float, required=True, help="peak learning rate")
-    parser.add_argument("--batch-size", type=int, default=32, help="rows a step, over all ranks")
+    parser.add_argument("--batch-size", type=_positive, default=32, help="rows a step, over all ranks")
     parser.add_argument("--warmup-steps", type=int, default=0)
     parser.add_argument("--schedule", choices=("constant", "linear", "cosine"), default="constant")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of forward and backward")
     parser.add_argument("--packed", action="store_true", help="rows end to end instead of padded")
-    parser.add_argument("--max-tokens-per-mb", type=int, default=16384, help="of one micro-batch on one rank")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of one rank")
-    parser.add_argument("--every", type=int, default=10, help="steps between two lines of progress")
+    parser.add_argument("--max-tokens-per-mb", type=_positive, default=16384, help="of one micro-batch on one rank")
+    parser.add_argument("--threads", type=_positive, default=1, help="CPU threads of one rank")
+    parser.add_argument("--every", type=_positive, default=10, help="steps between two lines of progress")
     parser.add_argument("--seed", type=int, default=1)
     return parser
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
