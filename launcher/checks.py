@@ -29,7 +29,7 @@ from areal_like.weights.segments import segment_directory
 from launcher.devices import Machine, this_machine
 from launcher.engines import check_capabilities, engine_environment, engine_spec
 from launcher.model_files import ModelFacts, inspect_model, vocabulary_size
-from launcher.processes import INFERENCE, compute_threads, gpus_wanted, plan_processes
+from launcher.processes import INFERENCE, TRAIN, compute_threads, gpus_wanted, plan_processes
 from launcher.run_directory import check_run_directory
 from launcher.transport_checks import LOOPBACK, check_collective, check_ipc
 
@@ -37,6 +37,8 @@ from launcher.transport_checks import LOOPBACK, check_collective, check_ipc
 _MEASURED_ROWS = 5_000
 #: copies of the weights that shared memory should have room for: the live one, the next, and the page table's slack
 _SHM_COPIES = 3
+#: servers and ranks that a core may bear, as tests and trials on a laptop want it
+_PROCESSES_OF_A_CORE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,6 +285,12 @@ def resource_warnings(config: ExperimentConfig, machine: Machine, rows: int) -> 
         warnings.append(
             f"servers and ranks compute with {threads} threads on {machine.cores} cores, which can be 100 times "
             f"slower; lower rollout.threads or actor.threads"
+        )
+    crowd = sum(p.device == "cpu" and p.role in (INFERENCE, TRAIN) for p in planned)
+    if crowd > _PROCESSES_OF_A_CORE * machine.cores:
+        warnings.append(
+            f"{crowd} servers and ranks are to compute on {machine.cores} cores, each with memory of its own; "
+            "lower the sizes of rollout.backend or actor.backend"
         )
     wanted = gpus_wanted(config, machine)
     if wanted > machine.gpus > 0:

@@ -106,7 +106,7 @@ class ActorConfig(Section):
     shard_size: int | None = Field(
         None, ge=1, description="neighbouring ranks that share one copy of the model (HSDP); null: all"
     )
-    keep_snapshots: int = Field(2, ge=1, description="training states kept on disk")
+    keep_snapshots: int = Field(2, ge=1, description="training states kept on disk (docs/training.md)")
     lora: LoraConfig | None = Field(None, description="train and publish adapters only; null: every weight")
     threads: int = Field(1, ge=1, description="CPU threads of one rank")
     start_timeout: float = Field(180.0, gt=0, description="seconds the ranks may take to become ready")

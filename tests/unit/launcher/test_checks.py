@@ -135,6 +135,7 @@ def test_the_second_servers_port_is_looked_at_too() -> None:
     ("changes", "machine", "said"),
     [
         ({"rollout": {"threads": 2}, "actor": {"threads": 2}}, LAPTOP, "with 4 threads on 2 cores"),
+        ({"actor": {"backend": "fsdp:d8"}}, LAPTOP, "9 servers and ranks are to compute on 2 cores"),
         ({"gconfig": {"max_new_tokens": 64}}, LAPTOP, "answers end where the context does"),
         ({"gconfig": {"max_new_tokens": 62}}, LAPTOP, "row 1 has at least 3 tokens: with max_new_tokens=62 it exceeds"),
         ({"rollout": {"context_length": 3}, "gconfig": {"max_new_tokens": 1}}, LAPTOP, "a request with it fails"),
