@@ -1,7 +1,7 @@
 """Our weight-transfer engine in a vLLM worker: staged in the background, loaded while the scheduler is paused.
 
 ``start`` touches nothing; ``update`` checks the manifest and begins to fetch; ``status`` tells how that goes on;
-``finish`` loads: layer-wise reload as vLLM's own engines do, then the tied head, whose packed copy a CPU does not renew.
+``finish`` loads: layer-wise reload, as vLLM's engines do, then the tied head, whose packed copy a CPU keeps as it was.
 
 What comes from GPU to GPU is received by vLLM's own engines (``native``) in ``finish``, straight into the loader, or,
 once it is known where that puts each tensor, straight into the live parameters (``reloading``).
