@@ -142,7 +142,7 @@ def test_rewards_are_compared_after_equal_steps_with_the_noise_of_those_steps() 
 def test_steps_fit_into_the_budget_and_are_never_too_few() -> None:
     assert two_gpu_async.steps_within(1e6) == 40
     assert two_gpu_async.steps_within(100) == 8
-    assert two_gpu_async.steps_within(310) == 20  # (310 - 150) / (5 + 2 · 1.5)
+    assert two_gpu_async.steps_within(435) == 15  # (435 - 3 · 60) / (8 + 2 · 4.5)
 
 
 def test_curves_tell_their_learning_rate_where_runs_differ_in_it() -> None:

@@ -93,3 +93,42 @@ def test_the_train_steps_table_is_the_file() -> None:
         digit = 100 if "." in rate else 1000
         close = [r for *row, r in shown if row == [shape, commit, *figures] and abs(r - tokens) <= digit / 2 + 50]
         assert len(close) == 1, (shape, name, close)
+
+
+def test_the_weight_updates_tables_are_the_files() -> None:
+    """The page's rows, newest and earlier, and the seconds in the README's."""
+    files = {"NCCL": ("two_gpu_h200", "a", ""), "CUDA IPC": ("weight_sync_h200", "6b", "ipc, ")}
+    found: dict[tuple[str, str], Any] = {}
+    for way, (name, part, prefix) in files.items():
+        newest = read(ROOT / "benchmarks" / "results" / f"{name}.json")["parts"][part]
+        for run in (newest, *newest["earlier"]):
+            updates = run["found"].get("6b", run["found"])["updates"]
+            found[way, run["commit"]] = [updates[prefix + mode] for mode in ("keep", "recompute")]
+    table = rows((ROOT / "docs" / "readings.md").read_text(encoding="utf-8"), "## Weight updates")
+    assert len(table) == len(found)
+    for way, commit, *shown in table:
+        keep, recompute = found.pop((way.partition(",")[0], commit))
+        seconds = [keep["exported"], keep.get("broadcast"), keep["paused"], recompute["paused"]]
+        seconds += [keep["whole"], recompute["whole"]]
+        assert shown == ["" if value is None else f"{value:.3f}" for value in seconds], (way, commit)
+        readme = (
+            f"{way.partition(',')[0]}, 256",
+            f"paused {keep['paused']:.2f} s (`keep`), {recompute['paused']:.2f} s",
+        )
+        if commit == table[0][1]:
+            lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+            assert any(all(text in line for text in readme) for line in lines), readme
+
+
+def test_the_learning_table_is_the_file() -> None:
+    """Every run is shown, with its rate, its commit and its held-out rewards."""
+    result = read(ROOT / "benchmarks" / "results" / "learning_h200.json")
+    found = {}
+    for part in ("timed", "side by side"):
+        facts = result["parts"][part]
+        for name, run in result[part].items():
+            held_out = {version: reward for version, reward, _ in run["held_out"]}
+            rewards = " ".join(f"{held_out[step]:.2f}".lstrip("0") for step in (0, 10, 20, 40, 60))
+            found[name, facts["learning_rate"], run.get("commit", facts["commit"])] = rewards
+    table = rows((ROOT / "docs" / "readings.md").read_text(encoding="utf-8"), "| η | objective | lr |")
+    assert {(f"eta={eta} {what}", float(rate), commit): held for eta, what, rate, commit, held, _ in table} == found
