@@ -14,6 +14,7 @@ import argparse
 import math
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -40,10 +41,11 @@ _START, _SYNC_STEP, _ASYNC_STEP = 60.0, 8.0, 4.5
 _FEWEST, _MOST = 8, 40
 
 
-def steps_within(seconds: float) -> int:
+def steps_within(seconds: float, etas: Sequence[int] = ETAS) -> int:
     """Equal steps for every η that should fit into the budget."""
-    left = seconds - len(ETAS) * _START
-    return min(max(int(left / (_SYNC_STEP + (len(ETAS) - 1) * _ASYNC_STEP)), _FEWEST), _MOST)
+    left = seconds - len(etas) * _START
+    each = sum(_ASYNC_STEP if eta else _SYNC_STEP for eta in etas)
+    return min(max(int(left / each), _FEWEST), _MOST)
 
 
 def overrides(eta: int, given: argparse.Namespace, data: Path, steps: int, *, fallback: bool) -> list[str]:
@@ -103,7 +105,7 @@ def _noise(*ends: list[float]) -> float | None:
 
 def measure(given: argparse.Namespace, budget: float, out: Path | None) -> dict[str, Any]:
     """Every η that fits into ``budget`` seconds; the file ``out`` is written after each."""
-    steps = 2 if given.quick else (given.steps or steps_within(budget))
+    steps = 2 if given.quick else (given.steps or steps_within(budget, given.etas))
     report = Report(out, "two_gpu_async", budget=budget, steps=steps, device=given.device)
     with tempfile.TemporaryDirectory() as name, GpuMeter() as gpus:
         folder = Path(name)

@@ -143,6 +143,7 @@ def test_steps_fit_into_the_budget_and_are_never_too_few() -> None:
     assert two_gpu_async.steps_within(1e6) == 40
     assert two_gpu_async.steps_within(100) == 8
     assert two_gpu_async.steps_within(435) == 15  # (435 - 3 · 60) / (8 + 2 · 4.5)
+    assert two_gpu_async.steps_within(150, [4]) == 20  # (150 - 60) / 4.5
 
 
 def test_curves_tell_their_learning_rate_where_runs_differ_in_it() -> None:
