@@ -159,6 +159,16 @@ class ActorConfig(Section):
                     f"{key} ({value:g}) has no effect with objective {self.objective}; remove it or set objective: "
                     f"{' | '.join(objectives)}"
                 )
+        if self.behave_mode == "mask" and self.behave_cap is None:
+            raise ValueError(
+                "behave_mode: mask has no effect without behave_cap, over which it drops; set one or remove the other "
+                "(behave_floor drops under truncate, too)"
+            )
+        if self.behave_mode == "ignore" and self.behave_floor is not None:
+            raise ValueError(
+                f"behave_floor ({self.behave_floor:g}) has no effect with behave_mode: ignore, which takes no weight; "
+                "remove one"
+            )
         return self
 
     @model_validator(mode="after")

@@ -76,3 +76,14 @@ def test_a_key_that_the_objective_does_not_read_is_refused(
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_every_objective_takes_the_defaults(objective: str) -> None:
     assert ActorConfig.model_validate({"objective": objective}).objective == objective
+
+
+def test_a_mask_needs_what_it_drops_above() -> None:
+    with pytest.raises(ValidationError, match="behave_mode: mask has no effect without behave_cap"):
+        ActorConfig.model_validate({"behave_mode": "mask", "behave_cap": None, "behave_floor": 0.5})
+    assert ActorConfig.model_validate({"behave_mode": "mask", "behave_floor": 0.5}).behave_cap == 5.0
+
+
+def test_no_weight_has_no_floor() -> None:
+    with pytest.raises(ValidationError, match=r"behave_floor \(0.5\) has no effect with behave_mode: ignore"):
+        ActorConfig.model_validate({"behave_mode": "ignore", "behave_floor": 0.5})
