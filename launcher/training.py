@@ -133,6 +133,7 @@ def _rollouts(
         cursor=PromptCursor(n_prompts=len(rows), seed=config.seed, shuffle=config.train_dataset.shuffle),
         rows=rows,
         expiry_retries=rollout.episode_retries,
+        barren_limit=rollout.breaker_groups,
     )
 
 

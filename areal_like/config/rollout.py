@@ -26,6 +26,7 @@ class RolloutConfig(Section):
     episode_timeout: float = Field(1800.0, gt=0, description="seconds one episode may take")
     episode_retries: int = Field(2, ge=0, description="tries after the first before its group counts as failed")
     breaker_failures: int = Field(32, ge=1, description="failed episodes in a row that end the run")
+    breaker_groups: int = Field(1024, ge=1, description="groups in a row, none of them kept, that end the run")
     accept_fn: str | None = Field(None, description="dotted path: (list of trajectories) -> bool, per finished group")
     drop_equal_rewards: bool = Field(False, description="filter groups whose rewards are all equal")
     dump: bool = Field(True, description="write rollouts/<version>.jsonl")

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from areal_like.api.trajectory import Batch, GroupTag
-from areal_like.errors import ArealLikeError, PromptsExhausted, RolloutsEnded
+from areal_like.errors import ArealLikeError, BreakerTripped, PromptsExhausted, RolloutsEnded
 from areal_like.rollout.admission import AdmissionVerdict
 from areal_like.rollout.batch_rule import BatchDecision, BatchVerdict
 from areal_like.rollout.cursor import PromptCursor
@@ -58,6 +58,7 @@ class RolloutController:
         cursor: says which prompt is next.
         rows: the dataset; ``rows[prompt.index]`` is what the workflow receives.
         expiry_retries: under ``on_stale: drop``, how often a prompt may be tried again before it ends ``stale``.
+        barren_limit: groups filtered or failed in a row, with none kept between them, that end the run.
         on_exit: told how every group ended (for logs, dumps and recovery); must not block.
     """
 
@@ -69,6 +70,7 @@ class RolloutController:
         cursor: PromptCursor,
         rows: Sequence[Mapping[str, Any]],
         expiry_retries: int = 2,
+        barren_limit: int = 1024,
         on_exit: Callable[[GroupExit], None] | None = None,
     ) -> None:
         self._ledger = ledger
@@ -76,6 +78,7 @@ class RolloutController:
         self._cursor = cursor
         self._rows = rows
         self._expiry_retries = expiry_retries
+        self._barren_limit = barren_limit
         self._on_exit = on_exit
         self._groups: dict[str, _Group] = {}
         self._tally = RolloutTally()
@@ -103,7 +106,7 @@ class RolloutController:
         """Wait until the batch rule allows a batch for the trainer at ``version``, and take it.
 
         Raises:
-            BreakerTripped: episodes keep failing.
+            BreakerTripped: episodes keep failing, or groups being filtered.
             NoServerAvailable: nothing can generate any more.
             RolloutsEnded: the batch will never come; PromptsExhausted, if all that there was to do is done.
             ValueError: ``version`` is not the number of batches taken so far.
@@ -248,7 +251,7 @@ class RolloutController:
         else:
             self._ledger.end(visit.group_id, outcome.state)
             self._leave(visit.group_id, outcome.state, reason=outcome.reason)
-            self._warn_of_barren_filters()
+            self._mind_barren_filters()
         self._wake()
 
     def _fail(self, error: BaseException) -> None:
@@ -260,16 +263,17 @@ class RolloutController:
             logger.error("rollouts ended: %s", headline_of(self._failure))
             self._wake()
 
-    def _warn_of_barren_filters(self) -> None:
-        """A run whose every group is filtered would go on in silence for ever."""
+    def _mind_barren_filters(self) -> None:
+        """A run whose every group is filtered would go on for ever."""
         row = self._tally.unkept_in_a_row
-        if row >= _BARREN_GROUPS and row & (row - 1) == 0:
-            logger.warning(
-                "rollouts: none of the last %d groups was kept for training; by reason: %s; look at rollout.accept_fn, "
-                "rollout.drop_equal_rewards, and the episodes that return None",
-                row,
-                dict(self._tally.reasons),
-            )
+        told = (
+            f"rollouts: none of the last {row} groups was kept for training; by reason: {dict(self._tally.reasons)}; "
+            "look at rollout.accept_fn, rollout.drop_equal_rewards, and the episodes that return None"
+        )
+        if row >= self._barren_limit:
+            self._fail(BreakerTripped(f"{told} (rollout.breaker_groups = {self._barren_limit})"))
+        elif row >= _BARREN_GROUPS and row & (row - 1) == 0:
+            logger.warning("%s", told)
 
     async def _batch_allowed(self, version: int) -> BatchDecision:
         while True:

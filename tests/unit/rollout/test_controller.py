@@ -87,6 +87,7 @@ class Bench:
     breaker_limit: int = 100
     max_bytes: int = 2**20
     expiry_retries: int = 1
+    barren_limit: int = 1000
     engine: Engine = field(default_factory=Engine)
     exits: list[GroupExit] = field(default_factory=list)
 
@@ -114,6 +115,7 @@ class Bench:
             cursor=self.cursor,
             rows=[{"index": index} for index in range(self.n_prompts)],
             expiry_retries=self.expiry_retries,
+            barren_limit=self.barren_limit,
             on_exit=self.exits.append,
         )
 
@@ -272,6 +274,27 @@ async def test_a_run_that_keeps_nothing_says_so(caplog: pytest.LogCaptureFixture
     assert ["64 groups" in warnings[0], "128 groups" in warnings[1], "256 groups" in warnings[2]] == [True] * 3
     assert len(warnings) == 3
     assert "filtered/rejected" in warnings[0]
+
+
+async def test_a_run_that_keeps_nothing_for_too_long_ends() -> None:
+    async def episode(engine: InferenceEngine, index: int) -> None:
+        await asyncio.sleep(0)
+
+    bench = Bench(episode, barren_limit=20)
+    async with bench.controller as controller:
+        bench.publish(0)
+        with pytest.raises(BreakerTripped, match=r"last 20 groups .*'filtered/rejected': 20.*breaker_groups = 20"):
+            await controller.take_batch(0)
+
+
+async def test_one_group_that_is_kept_is_enough_to_go_on() -> None:
+    async def episode(engine: InferenceEngine, index: int) -> Trajectory | None:
+        return await generate(engine, index) if index % 20 == 19 else None
+
+    bench = Bench(episode, barren_limit=20, batch_size=4, concurrent=1)
+    async with bench.controller as controller:
+        bench.publish(0)
+        assert prompts(await controller.take_batch(0)) == [19, 39, 59, 79]
 
 
 class Panic(BaseException):
