@@ -39,7 +39,11 @@ def installed_version(python: str, packages: Sequence[str]) -> str:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"rollout.python: {python} cannot be asked for versions: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else f"no answer within {_TIMEOUT:g} s"
+        raise ConfigError(
+            f"rollout.python: {python} cannot be asked for versions: {why}; name the interpreter of the engine's "
+            "environment (make engines makes .venv-vllm/bin/python and .venv-sglang/bin/python)"
+        ) from error
     if answer.returncode != 0:
         raise ConfigError(f"rollout.python: {python} is no usable interpreter: {answer.stderr.strip()[-300:]}")
     return answer.stdout.strip()

@@ -22,7 +22,7 @@ from areal_like.config.experiment import ExperimentConfig
 from areal_like.config.paths import RunPaths
 from areal_like.control.evaluation import EvaluationSettings, Evaluator
 from areal_like.control.registry import Registry
-from areal_like.errors import ServerUnavailable
+from areal_like.errors import RequestError, ServerUnavailable
 from areal_like.rollout.convert import to_trajectories
 from areal_like.rollout.datasets import read_jsonl
 from areal_like.rollout.episode import Converter
@@ -31,6 +31,7 @@ from areal_like.rollout.rewards import open_rewards
 from areal_like.rollout.tokenizer import load_tokenizer
 from areal_like.rpc.server import RpcServer
 from areal_like.train.spec import TrainWorkerSpec
+from launcher.child import TOKEN_VARIABLE
 from launcher.devices import this_machine
 from launcher.engines import open_link, server_part, servers_token
 from launcher.local import LocalLauncher
@@ -131,10 +132,14 @@ async def start_trainer(session: Session, *, store_address: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """Servers that answer, and the engine over them."""
+    """Servers that answer, and the engine over them.
+
+    ``incarnation`` is that of this run's control calls: servers of others may have heard those of an earlier run.
+    """
 
     pool: ServerPool
     engine: RemoteEngine
+    incarnation: int
 
 
 @asynccontextmanager
@@ -150,20 +155,28 @@ async def open_serving(session: Session, tokenizer: Tokenizer) -> AsyncIterator[
     addresses = await _server_addresses(session)
     eos = tokenizer.eos_token_id
     rules = TextRules(decode=tokenizer.decode, eos_token_ids=frozenset() if eos is None else frozenset({eos}))
+    incarnation = 0
     async with ServerPool(HealthPolicy(timeout=rollout.control_timeout)) as pool:
         for name, url in addresses.items():
             try:
                 link = await open_link(config, name, url, token)
-                await pool.add(name, url, link.control, link.dialect)
+                answer = await pool.add(name, url, link.control, link.dialect)
+            except RequestError as error:
+                raise ServerUnavailable(
+                    f"rollout.servers: {url} refuses this run: {error}; {TOKEN_VARIABLE} must hold the token that it "
+                    "was started with, and its flags must be those of `areal-like serve`"
+                ) from error
             except ServerUnavailable as error:
                 if not rollout.servers:
                     raise
                 raise ServerUnavailable(
                     f"rollout.servers: {url} does not answer as a server should: {error}; start it, or name where it is"
                 ) from error
+            if rollout.servers:
+                incarnation = max(incarnation, answer.incarnation + 1)
         retry = RetryPolicy(retries=rollout.request_retries)
         async with RemoteEngine(pool, token=token, timeout=rollout.request_timeout, retry=retry, rules=rules) as engine:
-            yield Serving(pool=pool, engine=engine)
+            yield Serving(pool=pool, engine=engine, incarnation=incarnation)
 
 
 async def _server_addresses(session: Session) -> dict[str, str]:

@@ -90,7 +90,11 @@ async def open_parts(session: Session, tracer: Tracer) -> AsyncIterator[Parts]:
             TrainerGroup([rank.address for rank in ranks], step_timeout=config.actor.step_timeout)
         )
         channel = WeightChannel(
-            trainer, serving.pool, interrupt=config.rollout.interrupt, timeout=config.weights.timeout
+            trainer,
+            serving.pool,
+            incarnation=serving.incarnation,
+            interrupt=config.rollout.interrupt,
+            timeout=config.weights.timeout,
         )
         yield Parts(
             rollouts=_rollouts(config, user, TracedEngine(serving.engine, tracer, track="generation"), store),

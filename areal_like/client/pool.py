@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from areal_like.api.weights import CommitReceipt
+from areal_like.api.wire import HealthAnswer
 from areal_like.client.affinity import AffinityTable
 from areal_like.client.control import ServerControl
 from areal_like.client.dialect import EMBEDDED, Dialect
@@ -71,10 +72,10 @@ class ServerPool:
             for server in self._servers.values():
                 await server.control.aclose()
 
-    async def add(self, name: str, url: str, control: ServerControl, dialect: Dialect = EMBEDDED) -> None:
+    async def add(self, name: str, url: str, control: ServerControl, dialect: Dialect = EMBEDDED) -> HealthAnswer:
         """Register a server that answers; it gets requests after its first receipt. ``control`` is the pool's now.
 
-        ``dialect`` is how the server's engine is asked for answers.
+        ``dialect`` is how the server's engine is asked for answers. Returns what it told of itself.
 
         Raises:
             ServerUnavailable: it does not answer, or reports failure.
@@ -93,6 +94,7 @@ class ServerPool:
         self._servers[name] = server
         self._watching[name] = self._watchers.create_task(self._watch(server), name=f"health-{name}")
         self._notify()
+        return answer
 
     async def remove(self, name: str, reason: str) -> None:
         """Forget a server for good (its process is gone); its requests move."""

@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     def announce(address: str) -> None:
         print(f"serving {config.model.path} at {address}", flush=True)
-        if TOKEN_VARIABLE not in os.environ:
+        if not os.environ.get(TOKEN_VARIABLE):
             print(f"send the header  Authorization: Bearer {token}", flush=True)
 
     if part.entry == ENGINE:

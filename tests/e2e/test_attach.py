@@ -55,6 +55,19 @@ def test_a_run_trains_with_servers_of_others(
         server.end()
 
 
+def test_servers_of_others_serve_one_run_after_another(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second begins at version 0 again, where the servers have a later one of the first."""
+    from launched import steps_of
+
+    monkeypatch.setenv(TOKEN_VARIABLE, "theirs")
+    served, url = serve(workspace)
+    for name in ("first", "second"):
+        paths = workspace.run(name, f'rollout.servers=["{url}"]', "total_train_steps=2")
+        assert [step["version"] for step in steps_of(paths)] == [1, 2]
+    served.send(signal.SIGINT)
+    served.end()
+
+
 def test_a_wrong_token_is_told_by_name(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "theirs")
     served, url = serve(workspace)
@@ -62,6 +75,7 @@ def test_a_wrong_token_is_told_by_name(workspace: Workspace, monkeypatch: pytest
     ended = workspace.call("run", "exp.yaml", "--plain", "trial_name=locked-out", f'rollout.servers=["{url}"]')
     assert ended.status == 1
     assert "401" in ended.err
+    assert f"{TOKEN_VARIABLE} must hold the token" in ended.err
     served.send(signal.SIGINT)
     served.end()
 

@@ -98,6 +98,7 @@ class Backend(Protocol):
 
         Raises:
             ServerUnavailable: it does not answer in time.
+            RequestError: it asks for another token.
         """
         ...
 

@@ -64,6 +64,25 @@ class EngineHttp:
         await self._http.aclose()
 
 
+async def running_version(engine: str, address: str, *, token: str, timeout: float) -> str:
+    """The ``version`` in the JSON that a running server of ``engine`` answers at ``address``.
+
+    Raises:
+        ServerUnavailable: no answer within ``timeout`` seconds, or not one of that engine.
+        RequestError: it asks for another token.
+    """
+    headers = {"Authorization": f"Bearer {token}"}
+    try:
+        async with httpx.AsyncClient(trust_env=False, timeout=timeout, headers=headers) as http:
+            answer = await http.get(address)
+        if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            raise RequestError(f"{address}: {answer.status_code}: it asks for another bearer token")
+        answer.raise_for_status()
+        return str(answer.json()["version"])
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        raise ServerUnavailable(f"{address}: no {engine} answers there: {error!r}") from error
+
+
 def _parsed(where: str, text: str) -> Any:
     if not text:
         return None

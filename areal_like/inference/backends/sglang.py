@@ -12,10 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from areal_like.api.weights import InterruptMode, TransportKind
-from areal_like.errors import ConfigError, ServerUnavailable
+from areal_like.errors import ConfigError
 from areal_like.inference.backends.base import (
     Capabilities,
     EngineCommand,
@@ -25,6 +23,7 @@ from areal_like.inference.backends.base import (
     version_tuple,
     visible_gpus,
 )
+from areal_like.inference.backends.http_control import running_version
 from areal_like.inference.backends.sglang_control import SglangControl
 from areal_like.inference.backends.sglang_dialect import SglangDialect
 from areal_like.inference.backends.sglang_group import GroupLoad
@@ -105,14 +104,7 @@ class SglangBackend:
         )
 
     async def version(self, url: str, *, token: str, timeout: float) -> str:
-        headers = {"Authorization": f"Bearer {token}"}
-        try:
-            async with httpx.AsyncClient(trust_env=False, timeout=timeout, headers=headers) as http:
-                answer = await http.get(f"{url}/server_info")
-                answer.raise_for_status()
-                return str(answer.json()["version"])
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-            raise ServerUnavailable(f"{url}/server_info: no SGLang answers there: {error!r}") from error
+        return await running_version("SGLang", f"{url}/server_info", token=token, timeout=timeout)
 
     def connect(self, name: str, url: str, settings: LinkSettings) -> ServerLink:
         state = ServerState()

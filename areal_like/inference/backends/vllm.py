@@ -10,10 +10,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import httpx
-
 from areal_like.api.weights import InterruptMode, TransportKind
-from areal_like.errors import ConfigError, ServerUnavailable
+from areal_like.errors import ConfigError
 from areal_like.inference.backends.base import (
     Capabilities,
     EngineCommand,
@@ -24,6 +22,7 @@ from areal_like.inference.backends.base import (
     visible_gpus,
 )
 from areal_like.inference.backends.epoch import ServerEpoch
+from areal_like.inference.backends.http_control import running_version
 from areal_like.inference.backends.vllm_control import VllmControl
 from areal_like.inference.backends.vllm_dialect import MODEL_NAME, CompletionsDialect, VllmDialect
 from areal_like.inference.backends.vllm_memory import NEEDS as MEMORY_NEEDS
@@ -80,14 +79,7 @@ class VllmBackend:
         )
 
     async def version(self, url: str, *, token: str, timeout: float) -> str:
-        headers = {"Authorization": f"Bearer {token}"}
-        try:
-            async with httpx.AsyncClient(trust_env=False, timeout=timeout, headers=headers) as http:
-                answer = await http.get(f"{url}/version")
-                answer.raise_for_status()
-                return str(answer.json()["version"])
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-            raise ServerUnavailable(f"{url}/version: no vLLM answers there: {error!r}") from error
+        return await running_version("vLLM", f"{url}/version", token=token, timeout=timeout)
 
     def connect(self, name: str, url: str, settings: LinkSettings) -> ServerLink:
         epoch = ServerEpoch()

@@ -102,6 +102,16 @@ def test_what_an_old_engine_lacks_is_told_with_the_version_that_has_it(python: s
     assert "vllm.enable_sleep_mode" in rows["memory release"]
 
 
+@pytest.mark.parametrize("named", ["", "bin/python"])
+def test_an_interpreter_that_is_none_is_told_with_what_to_name(
+    experiment: Experiment, tmp_path: Path, named: str
+) -> None:
+    """A folder, and a file that is not there."""
+    config = experiment(rollout={"backend": "vllm:d1", "python": str(tmp_path / named)})
+    with pytest.raises(ConfigError, match=r"^rollout\.python: .* cannot be asked.*\.venv-vllm/bin/python"):
+        check_engine(config, Machine(cores=2, gpus=0))
+
+
 def test_an_environment_that_is_missing_is_no_error() -> None:
     facts = find_engine("vllm", os.path.join("no", "python"))
     assert facts.capabilities is None

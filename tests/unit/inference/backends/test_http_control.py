@@ -9,9 +9,16 @@ from contextlib import suppress
 import pytest
 
 from areal_like.errors import ArealLikeError, RequestError, ServerUnavailable
+from areal_like.inference.backends import ENGINES, get_backend
 from areal_like.inference.backends.http_control import EngineHttp
 
-STATUSES = {"/fine": "200 OK", "/broken": "500 Internal Server Error", "/wrong": "400 Bad Request"}
+STATUSES = {
+    "/fine": "200 OK",
+    "/broken": "500 Internal Server Error",
+    "/wrong": "400 Bad Request",
+    "/version": "401 Unauthorized",
+    "/server_info": "403 Forbidden",
+}
 
 
 class Spoiled:
@@ -60,6 +67,14 @@ async def test_a_connection_that_carried_an_error_is_never_used_again(http: Engi
             await http.get("/wrong", timeout=5)
         assert await http.get("/fine", timeout=5) == {"error": {"message": "words"}}
     assert server.connections == 9
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_a_server_that_wants_another_token_is_not_taken_for_one_that_is_not_there(
+    server: Spoiled, engine: str
+) -> None:
+    with pytest.raises(RequestError, match="asks for another bearer token"):
+        await get_backend(engine).version(f"http://127.0.0.1:{server.port}", token="wrong", timeout=5)
 
 
 async def test_a_server_that_does_not_answer_is_an_error_in_time() -> None:
