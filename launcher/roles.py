@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from areal_like.errors import InfrastructureError
 from areal_like.observe.logs import setup_logging
 from launcher.child import die_with_parent, run_token
 
@@ -76,10 +77,14 @@ def _inference(spec: RoleSpec) -> None:
 
 
 def _engine(spec: RoleSpec) -> None:
+    """Its failures are told without our traceback: the engine's own last words must be the last lines of the log."""
     from areal_like.inference.spec import EngineSpec
     from launcher.engine_process import run_engine
 
-    run_engine(EngineSpec.model_validate_json(spec.part), run_token(), _registration(spec))
+    try:
+        run_engine(EngineSpec.model_validate_json(spec.part), run_token(), _registration(spec))
+    except InfrastructureError as error:
+        sys.exit(str(error))
 
 
 def _train(spec: RoleSpec) -> None:

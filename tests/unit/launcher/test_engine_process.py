@@ -16,7 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from areal_like.inference.spec import EngineSpec
+from launcher.child import TOKEN_VARIABLE
 from launcher.leftovers import sweep_engine_memory
+from launcher.roles import RoleSpec
 
 #: an engine: a child of its own that sleeps, then a server that is healthy at /health
 ENGINE = """
@@ -171,3 +174,26 @@ def test_blocks_that_nobody_maps_are_swept_and_others_stay() -> None:
         from multiprocessing.resource_tracker import unregister
 
         unregister(f"/{left.name}", "shared_memory")  # it was removed behind its tracker's back
+
+
+def test_an_engines_last_words_are_not_pushed_away_by_our_traceback(tmp_path: Path) -> None:
+    """The launcher shows the last lines of a log: of an engine's role they are the engine's own, and one of ours."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'unrecognized arguments: --frobnicate' >&2; exit 2\n")
+    python.chmod(0o755)
+    engine = EngineSpec(backend="vllm", name="s0", python=str(python), version="0.32.0", model_path="m")
+    spec = RoleSpec(role="inference", index=0, controller_address="ipc:///nowhere", part=engine.model_dump_json())
+    (tmp_path / "spec.json").write_text(spec.model_dump_json())
+    ended = subprocess.run(
+        [sys.executable, "-m", "launcher.roles", "engine", str(tmp_path / "spec.json")],
+        env={**os.environ, TOKEN_VARIABLE: "t"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-2:] == [
+        "unrecognized arguments: --frobnicate",
+        "the engine ended with status 2 before it was healthy",
+    ]
