@@ -128,12 +128,28 @@ def check_engine(config: ExperimentConfig, machine: Machine) -> None:
 
     Servers of others are asked when the run starts.
     """
-    if config.rollout.spec.name not in ENGINES or config.rollout.servers:
+    if config.rollout.spec.name not in ENGINES:
         return
+    _check_temperatures(config)
+    if config.rollout.servers:
+        return
+    get_engine(config.rollout.spec.name).check_interrupt(config.rollout.interrupt, config.engine_flags)
     python, version = engine_environment(config)
     check_capabilities(config, version, where=python)
     server = next(process for process in plan_processes(config, machine) if process.role == INFERENCE)
     get_engine(config.rollout.spec.name).command(engine_spec(config, server), token="")
+
+
+def _check_temperatures(config: ExperimentConfig) -> None:
+    """Requests would be refused one by one, which looks like a fault of the workflow."""
+    name = config.rollout.spec.name
+    least = get_engine(name).least_temperature
+    for key, gconfig in (("gconfig", config.gconfig), ("eval_gconfig", config.eval_gconfig)):
+        if gconfig is not None and not gconfig.greedy and 0.0 < gconfig.temperature < least:
+            raise ConfigError(
+                f"{key}.temperature: {gconfig.temperature:g} is below {least:g}, under which {name} does not sample as "
+                f"asked; use 0 (greedy, for evaluation) or at least {least:g}"
+            )
 
 
 def check_companions(config: ExperimentConfig) -> None:

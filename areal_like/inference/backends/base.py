@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from areal_like.api.weights import InterruptMode, TransportKind
 from areal_like.client.control import ServerControl
@@ -118,6 +118,15 @@ class EngineBackend(Backend, Protocol):
     @property
     def needs_us(self) -> bool:
         """This package must be installed in its environment, too."""
+        ...
+
+    @property
+    def least_temperature(self) -> float:
+        """Positive temperatures below this one are not sampled with as they are."""
+        ...
+
+    def check_interrupt(self, mode: InterruptMode, flags: Mapping[str, Any]) -> None:
+        """Raise ConfigError where a server with these flags cannot tell versions exactly under ``mode``."""
         ...
 
     def command(self, spec: EngineSpec, *, token: str) -> EngineCommand:

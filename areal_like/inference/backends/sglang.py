@@ -25,7 +25,7 @@ from areal_like.inference.backends.base import (
 )
 from areal_like.inference.backends.http_control import running_version
 from areal_like.inference.backends.sglang_control import SglangControl
-from areal_like.inference.backends.sglang_dialect import SglangDialect
+from areal_like.inference.backends.sglang_dialect import LEAST_TEMPERATURE, SglangDialect
 from areal_like.inference.backends.sglang_group import GroupLoad
 from areal_like.inference.backends.sglang_load import FolderLoad
 from areal_like.inference.backends.sglang_memory import NEEDS as MEMORY_NEEDS
@@ -84,6 +84,15 @@ class SglangBackend:
     name = "sglang"
     package = ("sglang",)
     needs_us = False
+    least_temperature = LEAST_TEMPERATURE
+
+    def check_interrupt(self, mode: InterruptMode, flags: Mapping[str, Any]) -> None:
+        if mode is InterruptMode.KEEP and not flags.get("disable_overlap_schedule", True):
+            raise ConfigError(
+                "rollout.interrupt: 'keep' needs sglang.disable_overlap_schedule: true: a scheduler that runs ahead "
+                "labels the token that it is computing at a pause with the weights that come after it; leave the flag "
+                "out, or use recompute or drain"
+            )
 
     def capabilities(self, version: str) -> Capabilities:
         found = version_tuple(version)

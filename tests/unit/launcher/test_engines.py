@@ -12,6 +12,7 @@ import pytest
 
 from areal_like.config.experiment import ExperimentConfig
 from areal_like.errors import ConfigError
+from areal_like.inference.backends import get_engine
 from launcher.checks import check_engine
 from launcher.child import TOKEN_VARIABLE
 from launcher.devices import Machine
@@ -57,6 +58,30 @@ def test_flags_that_its_server_would_refuse_are_found_before_anything_starts(
     config = experiment(rollout={"backend": "vllm:d1", "python": python, "interrupt": "recompute"}, vllm=flags)
     with pytest.raises(ConfigError, match=said):
         check_engine(config, Machine(cores=2, gpus=0))
+
+
+@pytest.mark.parametrize("servers", [[], ["http://a:1"]])
+@pytest.mark.parametrize(("key", "value"), [("gconfig", 0.009), ("eval_gconfig", 1e-7)])
+def test_a_temperature_that_the_engine_would_change_is_found_before_anything_starts(
+    experiment: Experiment, python: str, servers: list[str], key: str, value: float
+) -> None:
+    rollout = {"backend": "vllm:d1", "python": python, "interrupt": "recompute", "servers": servers}
+    config = experiment(rollout=rollout, **{key: {"max_new_tokens": 4, "temperature": value}})
+    with pytest.raises(ConfigError, match=rf"^{key}\.temperature: {value:g} is below 0\.01"):
+        check_engine(config, Machine(cores=2, gpus=0))
+
+
+def test_exact_versions_need_a_scheduler_that_does_not_run_ahead(experiment: Experiment) -> None:
+    """Before the environment is looked at: it need not be there."""
+    rollout = {"backend": "sglang:d1", "python": "none", "interrupt": "keep"}
+    config = experiment(rollout=rollout, sglang={"disable_overlap_schedule": False})
+    with pytest.raises(ConfigError, match=r"rollout\.interrupt: 'keep' needs sglang\.disable_overlap_schedule: true"):
+        check_engine(config, Machine(cores=2, gpus=0))
+
+
+@pytest.mark.parametrize(("name", "least"), [("vllm", 0.01), ("sglang", 1e-6)])
+def test_the_least_temperatures_are_those_that_requests_are_refused_below(name: str, least: float) -> None:
+    assert get_engine(name).least_temperature == least
 
 
 def test_the_embedded_engine_is_a_role_of_ours(experiment: Experiment) -> None:
