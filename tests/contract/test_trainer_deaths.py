@@ -91,7 +91,8 @@ async def test_a_server_that_waits_for_a_lost_trainer_is_told_to_be_restarted(
 ) -> None:
     """Lost in the middle of a tensor: gloo does not notice, and an engine without a limit of ours waits on.
 
-    It is out of the rotation and keeps nobody waiting; another takes its place.
+    It is out of the rotation and keeps nobody waiting; another takes its place. Where the whole tensor had left before
+    its sender was gone, which a quick machine may do, the server is free, and a new trainer brings it back.
     """
     if subject.staged:
         pytest.skip(f"{subject.name} receives beside its engine, and for as long as we say")
@@ -103,9 +104,14 @@ async def test_a_server_that_waits_for_a_lost_trainer_is_told_to_be_restarted(
                 with pytest.raises(WeightUpdateError):
                     await line.publish()
             line.channel._exporter, line.channel._timeout = own, HUNG
-            with pytest.raises(WeightUpdateError, match="restart the server"):
+            try:
                 await taken_over(line)
-            assert line.pool.statistics().in_rotation == 0
+            except WeightUpdateError as error:
+                assert "restart the server" in str(error)
+                assert line.pool.statistics().in_rotation == 0
+            else:
+                answer = await line.ask(PROMPT, max_new_tokens=8)
+                assert set(answer.output_versions) == {line.version}
             os.killpg(orphan.process.pid, signal.SIGKILL)
             with running(subject, model_path, folder, name="heir") as heir:
                 await line.join(heir, TransportKind.COLLECTIVE)
