@@ -21,6 +21,7 @@ from areal_like.observe.progress import RunProgress, StepFigures
 from areal_like.observe.summary import GroupCounts, RunTally, Summary
 from areal_like.observe.trace import Tracer
 from areal_like.rollout.statistics import RolloutStatistics
+from areal_like.weights.channel import PublicationTimes
 
 
 class BatchReader(Protocol):
@@ -75,6 +76,7 @@ class RunJournal:
         self._publish_seconds = 0.0
         self._tokens_before = 0
         self._receipts: tuple[CommitReceipt, ...] = ()
+        self._times: PublicationTimes | None = None
         self._skipped: dict[str, int] = {}
 
     def begin(self) -> None:
@@ -106,8 +108,9 @@ class RunJournal:
             yield
         self._publish_seconds = self._now() - began
 
-    def published(self, receipts: tuple[CommitReceipt, ...]) -> None:
-        self._receipts = receipts
+    def published(self, receipts: tuple[CommitReceipt, ...], times: PublicationTimes | None = None) -> None:
+        """``times``: where the publication's seconds went, where that is known."""
+        self._receipts, self._times = receipts, times
         self._tally.published(
             pause_seconds=sum(r.seconds_paused for r in receipts),
             interrupted_requests=sum(r.interrupted_requests for r in receipts),
@@ -144,6 +147,7 @@ class RunJournal:
                 "update_seconds": report.seconds,
                 "publish_seconds": self._publish_seconds,
                 "pause_seconds": sum(r.seconds_paused for r in self._receipts),
+                "publication": _publication_figures(self._receipts, self._times),
                 "interrupted_requests": sum(r.interrupted_requests for r in self._receipts),
                 "batch": _batch_figures(batch),
                 "train": dict(report.metrics),
@@ -216,6 +220,24 @@ def _batch_figures(batch: Batch) -> dict[str, object]:
         "multi_version_trajectories": sum(t.oldest_version != t.newest_version for t in rows),
         "lag_histogram": dict(sorted(histogram.items())),
     }
+
+
+def _publication_figures(receipts: Sequence[CommitReceipt], times: PublicationTimes | None) -> dict[str, float]:
+    """Seconds of the export, and of the calls to the server that took longest over both of them.
+
+    A dot means "of it": within ``commit`` the server was paused for ``commit.paused``, of which ``commit.paused.load``.
+    ``stage.server`` is the server's own word; what it does not tell is left out.
+    """
+    if times is None:
+        return {}
+    found = {"export": times.export}
+    if receipts:
+        slowest = max(receipts, key=lambda r: times.servers[r.server].stage + times.servers[r.server].commit)
+        calls = times.servers[slowest.server]
+        found |= {"stage": calls.stage, "stage.server": slowest.seconds_staged}
+        found |= {"commit": calls.commit, "commit.paused": slowest.seconds_paused}
+        found |= {f"commit.paused.{part}": seconds for part, seconds in slowest.seconds_by_part.items()}
+    return found
 
 
 def _rollout_figures(statistics: RolloutStatistics) -> dict[str, object]:

@@ -6,9 +6,15 @@ from typing import NoReturn, Protocol
 
 from areal_like.api.weights import CommitReceipt
 from areal_like.control.journal import RunJournal
+from areal_like.weights.channel import PublicationTimes
 
 
 class Channel(Protocol):
+    @property
+    def times(self) -> PublicationTimes | None:
+        """Of the publication before."""
+        ...
+
     async def publish(self, version: int) -> tuple[CommitReceipt, ...]: ...
 
 
@@ -47,7 +53,7 @@ class WeightPublisher:
         """
         with self._journal.publication(version):
             receipts = await self._channel.publish(version)
-        self._journal.published(receipts)
+        self._journal.published(receipts, self._channel.times)
         self._tell()
 
     async def follow(self) -> NoReturn:

@@ -75,6 +75,22 @@ class ChannelStatistics:
     readmissions: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerCalls:
+    """Seconds that the two calls of one server's update took, whole, as their caller saw them."""
+
+    stage: float
+    commit: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublicationTimes:
+    """Where a publication's seconds went: the trainer's export, then the calls to every server that acknowledged."""
+
+    export: float
+    servers: Mapping[str, ServerCalls]
+
+
 class WeightChannel:
     """Moves versions from one trainer to all servers, one publication at a time."""
 
@@ -102,6 +118,13 @@ class WeightChannel:
         self._lock = asyncio.Lock()
         self._manifest: Manifest | None = None
         self._statistics = ChannelStatistics()
+        self._calls: dict[str, ServerCalls] = {}  # of the publication that is under way
+        self._times: PublicationTimes | None = None
+
+    @property
+    def times(self) -> PublicationTimes | None:
+        """Of the last publication that reached a server; None before."""
+        return self._times
 
     @property
     def manifest(self) -> Manifest | None:
@@ -126,12 +149,15 @@ class WeightChannel:
         async with self._lock:
             started = time.monotonic()
             self._refuse_older(version)
+            self._calls = {}
             try:
                 manifest = await self._export(version)
+                exported = time.monotonic() - started
                 receipts = await self._distribute(manifest)
             except ArealLikeError:
                 self._count(failed_publications=1)
                 raise
+            self._times = PublicationTimes(export=exported, servers={r.server: self._calls[r.server] for r in receipts})
             self._statistics = replace(self._statistics, version=version)
             self._count(versions_published=1, seconds_published=time.monotonic() - started)
             return receipts
@@ -219,17 +245,17 @@ class WeightChannel:
 
     async def _update(self, name: str, server: WeightServer, manifest: Manifest) -> CommitReceipt | str:
         """The verified receipt, or the reason why there is none. Ends at the deadline, whatever the server does."""
-        deadline = asyncio.get_running_loop().time() + self._timeout
-        step = "stage"
+        began = asyncio.get_running_loop().time()
+        deadline, step = began + self._timeout, "stage"
         try:
             async with asyncio.timeout_at(deadline):
                 await server.stage(manifest, timeout=self._timeout)
-                step = "commit"
+                step, staged = "commit", asyncio.get_running_loop().time()
                 receipt = await server.commit(
                     version=manifest.version,
                     incarnation=manifest.incarnation,
                     mode=self._interrupt,
-                    timeout=deadline - asyncio.get_running_loop().time(),
+                    timeout=deadline - staged,
                 )
         except TimeoutError:
             await self._tell_lost(manifest, name)
@@ -237,6 +263,7 @@ class WeightChannel:
         except ArealLikeError as error:
             await self._tell_lost(manifest, name)
             return f"{step} of version {manifest.version} failed: {type(error).__name__}: {error}"
+        self._calls[name] = ServerCalls(stage=staged - began, commit=asyncio.get_running_loop().time() - staged)
         return _fault(name, receipt, manifest) or receipt
 
     def _accept(self, receipt: CommitReceipt) -> None:

@@ -57,6 +57,9 @@ def test_metrics_hold_a_line_a_step_and_every_evaluation(short: RunPaths) -> Non
         assert line["train"]["train/optimizer_steps"] == 2
         assert line["train"]["train/skipped_minibatches"] == 0
         assert line["wait_seconds"] + line["update_seconds"] <= line["step_seconds"]
+        parts = line["publication"]
+        assert 0 < parts["export"] + parts["stage"] + parts["commit"] <= line["publish_seconds"] + 1e-3
+        assert parts["commit.paused"] <= parts["commit"]
         assert "non_finite" not in line
     assert [line["seconds"] for line in steps] == sorted(line["seconds"] for line in steps)
     evaluations = evaluations_of(short)

@@ -24,6 +24,7 @@ from areal_like.rollout.admission import AdmissionVerdict
 from areal_like.rollout.breaker import BreakerStatistics
 from areal_like.rollout.executor import ExecutorStatistics
 from areal_like.rollout.statistics import RolloutStatistics
+from areal_like.weights.channel import PublicationTimes, ServerCalls
 
 EVALUATION = EvaluationReport(
     version=0, versions=(0, 1), reward=0.5, episodes=8, rejected=1, failed=2, tokens=30, seconds=1.5
@@ -169,6 +170,26 @@ def test_a_step_s_line_holds_its_own_figures(desk: Desk) -> None:
     assert (second["lag_mean"], second["lag_max"], second["batch"]["lag_histogram"]) == (1.0, 1, {"1": 1})
     assert second["batch"]["multi_version_trajectories"] == 1
     assert "step 2/2  reward 0.500  lag 1.0 (max 1)" in desk.said.getvalue()
+
+
+def test_a_step_tells_where_its_publication_s_seconds_went(desk: Desk) -> None:
+    """The export, and the calls to the server that took longest over both, with its own words on them."""
+    parts = {"pause": 0.1, "load": 0.15, "load.verify": 0.05}
+    slow = receipt_of(1, "b").model_copy(update={"seconds_by_part": parts})
+    calls = {"a": ServerCalls(stage=0.75, commit=0.25), "b": ServerCalls(stage=0.5, commit=1.0)}
+    desk.journal.published((receipt_of(1, "a"), slow), PublicationTimes(export=0.25, servers=calls))
+    desk.journal.step(RunState(step=1, version=1), batch_of(0), report_of(0))
+    desk.journal.published((receipt_of(2, "a"),), PublicationTimes(export=0.5, servers={"a": calls["a"]}))
+    desk.journal.step(RunState(step=2, version=2), batch_of(1), report_of(1))
+    desk.journal.published((receipt_of(3),))  # nobody measured
+    desk.journal.step(RunState(step=3, version=3), batch_of(2), report_of(2))
+    told = {"stage.server": 0.1, "commit.paused": 0.25}
+    inside = {"commit.paused.pause": 0.1, "commit.paused.load": 0.15, "commit.paused.load.verify": 0.05}
+    assert [line["publication"] for line in desk.lines] == [
+        {"export": 0.25, "stage": 0.5, "commit": 1.0, **told, **inside},
+        {"export": 0.5, "stage": 0.75, "commit": 0.25, **told},
+        {},
+    ]
 
 
 def test_the_reward_is_the_mean_over_episodes_however_many_rows_they_left(desk: Desk) -> None:

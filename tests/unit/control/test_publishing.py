@@ -14,6 +14,7 @@ from areal_like.api.weights import CommitReceipt
 from areal_like.control.journal import RunJournal
 from areal_like.control.publishing import WeightPublisher
 from areal_like.errors import WeightUpdateError
+from areal_like.weights.channel import PublicationTimes
 
 
 class Pool:
@@ -39,11 +40,13 @@ class Listeners:
         self.pool = pool
         self.told: list[Any] = []
         self.fails = False
+        self.times: PublicationTimes | None = None
 
     async def publish(self, version: int) -> tuple[CommitReceipt, ...]:
         if self.fails:
             raise WeightUpdateError("no server")
         self.pool.lowest_version = version
+        self.times = PublicationTimes(export=float(version), servers={})
         return (receipt_of(version),)
 
     @contextmanager
@@ -51,8 +54,9 @@ class Listeners:
         self.told.append(f"begin {version}")
         yield
 
-    def published(self, receipts: tuple[CommitReceipt, ...]) -> None:
+    def published(self, receipts: tuple[CommitReceipt, ...], times: PublicationTimes | None = None) -> None:
         self.told.append([r.version for r in receipts])
+        self.told.append(None if times is None else f"exported in {times.export:g} s")
 
     def acknowledged(self, version: int) -> None:
         self.told.append(version)
@@ -70,7 +74,7 @@ def _publisher(listeners: Listeners) -> WeightPublisher:
 
 async def test_a_publication_is_noted_and_then_acknowledged(listeners: Listeners) -> None:
     await _publisher(listeners).publish(3)
-    assert listeners.told == ["begin 3", [3], 3]
+    assert listeners.told == ["begin 3", [3], "exported in 3 s", 3]
 
 
 async def test_a_failed_publication_tells_nobody_of_the_version(listeners: Listeners) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from areal_like.api.weights import CommitReceipt, InterruptMode, Manifest, TensorEntry, TransportKind
 from areal_like.api.wire import StageAnswer
 from areal_like.errors import RemoteError, ServerUnavailable, StaleCommand, WeightUpdateError
-from areal_like.weights.channel import WeightChannel
+from areal_like.weights.channel import PublicationTimes, ServerCalls, WeightChannel
 from areal_like.weights.manifest import make_manifest
 
 
@@ -132,6 +133,40 @@ async def test_statistics_add_up(channel: WeightChannel) -> None:
     assert (now.seconds_staged, now.seconds_paused) == (2.0, 1.0)
     assert (now.failed_publications, now.ejections, now.readmissions) == (0, 0, 0)
     assert now.seconds_published >= now.seconds_exported >= 0.0
+
+
+async def test_a_publication_tells_the_seconds_of_its_calls(
+    rotation: Rotation, servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    def takes(seconds: float) -> Callable[[], Awaitable[None]]:
+        async def work() -> None:
+            nonlocal now
+            now += seconds
+
+        return work
+
+    class Slow(Exporter):
+        async def export_weights(self, version: int, incarnation: int) -> Manifest:
+            await takes(16.0)()
+            return await super().export_weights(version, incarnation)
+
+    channel = WeightChannel(Slow(), rotation, timeout=500.0)
+    servers[0].at_stage, servers[0].at_commit = takes(1.0), takes(2.0)
+    servers[1].at_stage, servers[1].at_commit = takes(4.0), takes(8.0)
+    assert channel.times is None
+    await channel.publish(0)
+    both = {"a": ServerCalls(stage=1.0, commit=2.0), "b": ServerCalls(stage=4.0, commit=8.0)}
+    assert channel.times == PublicationTimes(export=16.0, servers=both)
+    servers[1].change = {"digest": "0" * 32}  # it took its time, and serves something else
+    await channel.publish(1)
+    assert channel.times == PublicationTimes(export=16.0, servers={"a": both["a"]})
+    servers[0].at_commit = lambda: _fail(WeightUpdateError("no"))
+    with pytest.raises(WeightUpdateError):
+        await channel.publish(2)
+    assert channel.times.servers == {"a": both["a"]}  # the last one that reached anybody
 
 
 @pytest.mark.parametrize(
