@@ -46,7 +46,7 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(ArealLikeError):
-    """The run was asked to end before it had begun to train, or to end at once."""
+    """The run was asked to end before it had begun to train, or to end at once; the message says which."""
 
 
 def run_to_end(main: Callable[[Stop], Coroutine[Any, Any, None]], *, run_id: str) -> int:
@@ -61,8 +61,8 @@ def run_to_end(main: Callable[[Stop], Coroutine[Any, Any, None]], *, run_id: str
     async def guarded() -> int:
         try:
             await main(stop)
-        except Interrupted:
-            logger.warning("ended by %s before training began, or at once", stop.reason)
+        except Interrupted as error:
+            logger.warning("ended by %s %s", stop.reason, error)
         except BaseExceptionGroup as group:
             raise root_of(group) from group
         return 128 + signal.Signals[stop.reason] if stop.asked else 0
@@ -93,7 +93,7 @@ def _signals(loop: asyncio.AbstractEventLoop, stop: Stop, run_id: str) -> Iterat
         with suppress(RuntimeError):  # the loop is closed: the run is over but for the end of this process
             loop.call_soon_threadsafe(stop.ask, signal.Signals(number).name)
         seconds = FORCE_AFTER_REPEATED if timers else FORCE_AFTER
-        timers.append(threading.Timer(seconds, _end_by_force, (run_id, number)))
+        timers.append(threading.Timer(seconds, _end_by_force, (run_id, number, stop)))
         timers[-1].daemon = True
         timers[-1].start()
 
@@ -140,11 +140,13 @@ def _run_to_end_of(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, ob
         loop.run_until_complete(work)
 
 
-def _end_by_force(run_id: str, number: int) -> NoReturn:
-    """Runs on a thread of its own while the main thread is stuck."""
+def _end_by_force(run_id: str, number: int, stop: Stop) -> NoReturn:
+    """Runs on a thread of its own while the main thread is stuck, or waits for processes that are slow to end."""
     name = signal.Signals(number).name
     sys.stderr.write(
-        f"areal-like: {name} was not followed in time, as user code blocks the event loop, a thread, or its own "
+        f"areal-like: {name}: the run had ended; processes that were still busy were killed, and nothing is lost\n"
+        if stop.work_ended
+        else f"areal-like: {name} was not followed in time, as user code blocks the event loop, a thread, or its own "
         f"cancellation; ended by force\n"
     )
     sys.stderr.flush()

@@ -6,8 +6,10 @@ import asyncio
 import json
 import logging
 import sys
+from collections.abc import Coroutine
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 from areal_like.api.weights import CommitReceipt
 from areal_like.client.control import TellsDigest
@@ -58,24 +60,38 @@ def evaluate_checkpoint(config: ExperimentConfig, *, run_id: str, live: bool | N
 async def _train(context: RunContext, progress: RunProgress, stop: Stop) -> None:
     training = asyncio.Event()
     async with LoopLagMonitor(), open_session(context) as session:
-        await supervise(
-            train(session, progress, stop, training), (session.launcher.watch(), _interrupted(stop, training))
-        )
+        work = train(session, progress, stop, training)
+        await _supervised(work, session, stop, _interrupted(stop, training))
+
+
+async def _supervised(
+    work: Coroutine[Any, Any, None], session: Session, stop: Stop, interrupted: Coroutine[Any, Any, None]
+) -> None:
+    try:
+        await supervise(work, (session.launcher.watch(), interrupted))
+    finally:
+        stop.work_ended = True
 
 
 async def _interrupted(stop: Stop, training: asyncio.Event) -> None:
     """Ends the work at once if it does not listen to ``stop`` yet, or if the wish was repeated."""
     await stop.wait()
-    if training.is_set():
-        logger.warning("%s: saving a checkpoint before the end; once more to end at once", stop.reason)
-        await stop.wait_urgent()
-    raise Interrupted("asked to end")
+    if not training.is_set():
+        raise Interrupted("before training began: no step was made, and there is nothing to keep")
+    logger.warning("%s: saving a checkpoint before the end; once more to end at once", stop.reason)
+    await stop.wait_urgent()
+    raise Interrupted("at once, since it was asked twice: no checkpoint was saved on the way out")
+
+
+async def _evaluation_interrupted(stop: Stop) -> None:
+    await stop.wait()
+    raise Interrupted("before the evaluation was done")
 
 
 async def _evaluate(context: RunContext, progress: RunProgress, stop: Stop) -> None:
     async with open_session(context) as session:
         work = _evaluate_in(session, progress)
-        await supervise(work, (session.launcher.watch(), _interrupted(stop, asyncio.Event())))
+        await _supervised(work, session, stop, _evaluation_interrupted(stop))
 
 
 async def _evaluate_in(session: Session, progress: RunProgress) -> None:

@@ -40,8 +40,8 @@ from launcher.processes import INFERENCE, TRAIN, PlannedProcess, plan_processes
 from launcher.roles import RoleSpec
 
 #: seconds children get to end by themselves: with the loop's own grace it keeps Ctrl-C below 10 s
-_TERM_GRACE = 3.0
-_KILL_GRACE = 1.0
+TERM_GRACE = 3.0
+KILL_GRACE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +85,8 @@ async def open_session(context: RunContext) -> AsyncIterator[Session]:
         paths=context.paths,
         run_id=context.run_id,
         token=context.token,
-        term_grace=_TERM_GRACE,
-        kill_grace=_KILL_GRACE,
+        term_grace=TERM_GRACE,
+        kill_grace=KILL_GRACE,
     )
     registry = Registry()
     async with launcher, RpcServer(f"ipc://{launcher.socket_folder}/controller", registry.methods) as endpoint:

@@ -43,6 +43,7 @@ from areal_like.rollout.plugins import import_callable
 from areal_like.rollout.store import TrajectoryStore
 from areal_like.train.group import RankHealth, TrainerGroup
 from areal_like.weights.channel import WeightChannel
+from launcher.checkpoints import list_checkpoints
 from launcher.processes import TRAIN
 from launcher.session import (
     RunContext,
@@ -57,8 +58,9 @@ from launcher.session import (
 
 logger = logging.getLogger(__name__)
 
-#: seconds a step under way gets to finish when the run is asked to stop, and then the checkpoint to be written
-STEP_GRACE = 3.0
+#: seconds a step under way gets to finish when the run is asked to stop, and then the checkpoint to be written; with
+#: what processes get to end (launcher.session) they must stay below launcher.event_loop.FORCE_AFTER
+STEP_GRACE = 2.5
 SAVE_GRACE = 2.5
 
 
@@ -173,7 +175,24 @@ async def train(session: Session, progress: RunProgress, stop: Stop, training: a
             raise
         summary = _summary(context, journal, stop, failure=None)
         summary.write(context.paths.summary)
-    progress.console.print(closing_table(summary, title=str(context.paths.root)))
+    ended = ending(summary.steps, context.config.total_train_steps, stop.reason)
+    kept = {"ended": ended, "checkpoint": newest_kept(context.paths.root)}
+    progress.console.print(closing_table(summary, title=str(context.paths.root), first=kept))
+
+
+def ending(steps: int, total: int, stopped_by: str) -> str:
+    """How a run that did not fail came to its end, as a clause."""
+    if stopped_by:
+        return f"stopped by {stopped_by} after {steps:,} of {total:,} steps"
+    return (
+        f"after all {total:,} steps" if steps >= total else f"prompts were used up after {steps:,} of {total:,} steps"
+    )
+
+
+def newest_kept(run_folder: Path) -> str:
+    """The newest checkpoint, as a person would name it in the run's folder."""
+    found = list(list_checkpoints(run_folder).values())
+    return str(found[-1].relative_to(run_folder)) if found else "none was saved"
 
 
 @contextmanager
@@ -276,8 +295,15 @@ async def _save_before_leaving(milestones: RunMilestones, trainer: TrainerGroup,
         async with asyncio.timeout(SAVE_GRACE):
             (rank, *_) = await trainer.health(SAVE_GRACE)
             await milestones.save(held_version(rank, version))
-    except (TimeoutError, ArealLikeError) as error:
-        logger.warning("no checkpoint could be saved before leaving: %r", error)
+    except TimeoutError:
+        logger.warning(
+            "no checkpoint of version %d was saved: the trainer was at work, or took more than %g s; what "
+            "saver.freq_steps saved before is still there",
+            version,
+            SAVE_GRACE,
+        )
+    except ArealLikeError as error:
+        logger.warning("no checkpoint of version %d was saved: %s", version, headline_of(error))
 
 
 def held_version(rank: RankHealth, version: int) -> int:

@@ -24,6 +24,8 @@ class Stop:
         self._asked = asyncio.Event()
         self._urgent = asyncio.Event()
         self.reason = ""
+        #: the work itself is over: what is left is to end processes, which loses nothing
+        self.work_ended = False
 
     def ask(self, reason: str) -> None:
         if self._asked.is_set():
@@ -88,7 +90,7 @@ async def until_stopped(
         await ask_to_end()
         await asyncio.wait({working, urgent}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
         if working.done() and (error := working.exception()) is not None:
-            logger.warning("while it was ending: %r", error)
+            logger.warning("while it was ending: %s", headline_of(error))
         return True
     finally:
         await _cancel({working, asked, urgent})

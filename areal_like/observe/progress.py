@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -164,14 +164,15 @@ def format_seconds(seconds: float | None) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def closing_table(summary: Summary, *, title: str) -> Table:
-    """What the run came to, for the end of a terminal's output."""
+def closing_table(summary: Summary, *, title: str, first: Mapping[str, str] | None = None) -> Table:
+    """What the run came to, for the end of a terminal's output; ``first``: rows above the figures."""
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column()
     groups = summary.groups
     lost = {k: getattr(groups, k) for k in ("filtered", "failed", "stale", "cancelled")}
     rows = {
+        **(first or {}),
         "time": f"{format_seconds(summary.seconds)} for {summary.steps} steps",
         "evaluation": f"{_score(summary.eval_before)} → {_score(summary.eval_after)}",
         "training reward": f"{_score(summary.reward_first)} → {_score(summary.reward_last)}",

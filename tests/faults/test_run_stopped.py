@@ -27,6 +27,8 @@ def _assert_stopped_in_order(launched: Launched, *, by: signal.Signals) -> None:
     assert summary["groups"]["trained"] == BATCH * len(steps)
     assert summary["groups"]["failed"] == summary["groups"]["filtered"] == 0
     checkpoint = launched.paths.checkpoint(summary["steps"])
+    assert f"stopped by {by.name} after {len(steps)} of 100,000 steps" in ended.err
+    assert f"checkpoints/{checkpoint.name}" in ended.err
     with safe_open(checkpoint / "model.safetensors", "pt") as weights:  # whole: its header is read and checked
         assert "lm_head.weight" in weights.keys()  # noqa: SIM118 - not a mapping
     assert [p.name for p in launched.paths.checkpoints.iterdir()] == [checkpoint.name]
@@ -60,7 +62,7 @@ def test_a_run_that_still_starts_ends_at_once(workspace: Workspace, number: sign
     assert ended.seconds < PROMISED
     assert ended.status == 128 + number
     assert "Traceback" not in ended.err
-    assert number.name in ended.err
+    assert f"ended by {number.name} before training began: no step was made" in ended.err.replace("\n", " ")
     assert launched.left() == {}
     assert not launched.paths.metrics.exists() or not steps_of(launched.paths)
 
@@ -79,6 +81,24 @@ def test_a_second_ctrl_c_does_not_wait_for_the_checkpoint(workspace: Workspace) 
     assert launched.left() == {}
     assert summary_of(launched.paths)["stopped_by"] == "SIGINT"
     assert list(launched.paths.checkpoints.iterdir()) == []
+
+
+def test_a_trainer_that_is_busy_for_long_loses_the_checkpoint_and_frightens_nobody(workspace: Workspace) -> None:
+    """It answers nothing, nor SIGTERM: it is stopped here. The user's code blocks nothing, and is not blamed."""
+    launched = workspace.start_run("busy", *ENDLESS, *LONG_ANSWERS)
+    launched.until_steps(1)
+    launched.child("train-0").suspend()
+    launched.press_ctrl_c()
+    ended = launched.end(60)
+    assert ended.seconds < PROMISED
+    assert ended.status == 128 + signal.SIGINT
+    assert launched.left() == {}
+    for word in ("Traceback", "user code", "TimeoutError", "Error("):
+        assert word not in ended.err
+    assert "no checkpoint of version" in ended.err
+    assert "none was saved" in ended.err
+    assert "stopped by SIGINT after" in ended.err
+    assert summary_of(launched.paths)["stopped_by"] == "SIGINT"
 
 
 def test_user_code_that_blocks_everything_does_not_keep_the_run_alive(workspace: Workspace) -> None:

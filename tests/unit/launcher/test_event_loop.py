@@ -55,6 +55,11 @@ async def waits_for_a_thread(stop):
     asyncio.get_running_loop().run_in_executor(None, time.sleep, 1000)
     await follows(stop)
 
+async def only_closes(stop):
+    say()
+    stop.work_ended = True
+    await asyncio.sleep(1000)
+
 async def breaks(error):
     raise error
 
@@ -130,6 +135,20 @@ def test_user_code_that_breaks_out_of_the_loop_leaves_nothing(main: str, ordered
     assert not psutil.pid_exists(int(pid))
     assert list_segments(run_id) == ()
     assert not sockets.exists()
+
+
+def test_slow_processes_of_a_run_that_is_over_are_no_fault_of_the_users_code() -> None:
+    command = [sys.executable, "-c", PROGRAM, "only_closes", new_run_id()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = psutil.Process(int(process.stdout.readline()))
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert errors == (
+        "areal-like: SIGINT: the run had ended; processes that were still busy were killed, and nothing is lost\n"
+    )
+    assert not child.is_running()
 
 
 def test_a_repeated_signal_is_followed_sooner() -> None:

@@ -97,8 +97,15 @@ def test_the_closing_table_shows_what_the_run_came_to() -> None:
     tally.evaluated(0.95)
     summary = tally.summary(seconds=65, groups=GroupCounts(trained=2, failed=1), generated_tokens=5000)
     out = io.StringIO()
-    Console(file=out, width=100).print(closing_table(summary, title="sums/cpu"))
+    Console(file=out, width=100).print(closing_table(summary, title="sums/cpu", first={"ended": "by [hand]"}))
     text = out.getvalue()
-    for part in ("1:05 for 1 steps", "0.400 → 0.950", "mean 1.50, max 2", "2 trained, 1 failed", "7 requests"):
+    for part in (
+        "by [hand]",
+        "1:05 for 1 steps",
+        "0.400 → 0.950",
+        "mean 1.50, max 2",
+        "2 trained, 1 failed",
+        "7 requests",
+    ):
         assert part in text
     assert "stale" not in text
