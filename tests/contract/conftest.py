@@ -78,7 +78,9 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     found = SUBJECTS[request.param]
     if found.name != "embedded" and not python_of(found.name).exists():
         pytest.skip(f"no .venv-{found.name}: make engines")
-    return replace(found, long=440) if os.environ.get(TINY) else found
+    if found.device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("this process sees no GPU")
+    return replace(found, long=max(found.long, 440)) if os.environ.get(TINY) else found
 
 
 @pytest.fixture(scope="session")
@@ -116,9 +118,9 @@ def trained(subject: Subject, model_path: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
-def oracle(model_path: Path) -> Any:
+def oracle(subject: Subject, model_path: Path) -> Any:
     """The same model in float32, into which any version can be put."""
-    return load_model(model_path, "float32").eval()
+    return load_model(model_path, "float32").eval().to(subject.device)
 
 
 @pytest.fixture(scope="session")

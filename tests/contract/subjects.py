@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from areal_like.api.weights import TransportKind
 from areal_like.inference.backends import get_backend, get_engine
 from areal_like.inference.backends.base import Capabilities
 from areal_like.inference.spec import EngineSpec, InferenceServerSpec
@@ -26,7 +27,6 @@ from launcher.environments import installed_version
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "contract-token"
-CONTEXT = 640
 BATCH = 128
 #: seconds a server may take to start on a machine that does other things too
 START = 900.0
@@ -58,24 +58,34 @@ class Subject:
     """One engine.
 
     Attributes:
+        device: where its servers compute; the trainer's tensors lie on the CPU whatever it is.
+        context: tokens of the longest sequence.
         noise: mean |log-prob − float32 reference| per token that its arithmetic explains.
         apart: the same distance between two of the test's versions is at least this.
         moment: seconds in which a long answer is not finished, and a control call is.
         long: tokens of an answer that an update meets half written.
+        longest: those of one that many moments do not finish.
+        beside: those of one that is still written when an update has passed.
         update: seconds after which an update is given up whose trainer hangs.
         seeds: a seed repeats an answer.
-        staged: whatever the transport, bytes arrive beside the live weights.
+        staged: whatever the transport that goes through host memory, bytes arrive beside the live weights.
+        lends: its device memory, as it was started here.
     """
 
     name: str
     dtype: str
     noise: float
     apart: float
+    device: str = "cpu"
+    context: int = 640
     moment: float = 4.0
     long: int = 160
+    longest: int = 600
+    beside: int = 64
     update: float = 30.0
     seeds: bool = True
     staged: bool = True
+    lends: bool = False
 
 
 EMBEDDED = Subject(name="embedded", dtype="float32", noise=1e-4, apart=0.1, moment=0.05, long=400, update=12.0)
@@ -84,14 +94,56 @@ VLLM = Subject(name="vllm", dtype="bfloat16", noise=0.1, apart=0.15, long=240)
 SGLANG = Subject(
     name="sglang", dtype="float32", noise=1e-3, apart=0.05, moment=1.5, long=300, seeds=False, staged=False
 )
-SUBJECTS = {subject.name: subject for subject in (EMBEDDED, VLLM, SGLANG)}
+#: environment variable: ``cuda`` starts the servers on the first GPU that is visible
+DEVICE = "AREAL_LIKE_CONTRACT_DEVICE"
+#: what a GPU changes: one answer is written at 100 tokens/s to 500
+ON_GPU: Mapping[str, Mapping[str, Any]] = {
+    "embedded": {},
+    "vllm": {
+        "context": 4096, "moment": 0.5, "long": 1500, "longest": 3500, "beside": 1500, "update": 12.0, "lends": True,
+    },
+}  # fmt: skip
+#: bytes of a server's KV cache on a GPU, so many that one sees them come and go
+KV_CACHE = 4 * 2**30
+#: three servers and the test's own process share one GPU
+GPU_FLAGS: Mapping[str, Any] = {
+    "enforce_eager": True,
+    "enable_sleep_mode": True,
+    "gpu_memory_utilization": 0.2,
+    "kv_cache_memory_bytes": KV_CACHE,
+}
 
+
+def chosen_device() -> str:
+    """As the environment says: ``cpu`` or ``cuda``."""
+    found = os.environ.get(DEVICE) or "cpu"
+    if found not in ("cpu", "cuda"):
+        raise ValueError(f"{DEVICE}={found!r}: must be cpu or cuda")
+    return found
+
+
+def subjects_on(device: str) -> dict[str, Subject]:
+    """Every engine that the suite can start on ``device``."""
+    everywhere = (EMBEDDED, VLLM, SGLANG)
+    if device == "cpu":
+        return {subject.name: subject for subject in everywhere}
+    return {
+        subject.name: replace(subject, device=device, **ON_GPU[subject.name])
+        for subject in everywhere
+        if subject.name in ON_GPU
+    }
+
+
+SUBJECTS = subjects_on(chosen_device())
+#: ipc copies from GPU memory to GPU memory
+TRANSPORTS = tuple(kind for kind in TransportKind if kind is not TransportKind.IPC or chosen_device() == "cuda")
 
 #: environment variable: another interpreter for vLLM's part, such as that of another version's environment
 VLLM_PYTHON = "AREAL_LIKE_VLLM_PYTHON"
 
 
 def python_of(name: str) -> Path:
+    """The interpreter of an engine's environment. What :data:`VLLM_PYTHON` names counts from here, or is absolute."""
     chosen = os.environ.get(VLLM_PYTHON, "") if name == "vllm" else ""
     return ROOT / chosen if chosen else ROOT / f".venv-{name}" / "bin" / "python"
 
@@ -146,7 +198,7 @@ def running(
 
     ``environment``: variables of its own.
     """
-    command = [sys.executable, "-c", _PLAY, subject.name, _spec(subject, model, name), TOKEN]
+    command = [sys.executable, "-c", _PLAY, subject.name, spec_of(subject, model, name), TOKEN]
     with started(command, folder, name, environment) as server:
         yield server
 
@@ -168,7 +220,7 @@ def started(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(environment or {})},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(folder), **(environment or {})},
                 pass_fds=(theirs,),
                 start_new_session=True,
                 cwd=ROOT,
@@ -184,10 +236,32 @@ def started(
             server.end()
 
 
-def _spec(subject: Subject, model: Path, name: str) -> str:
+def python_path(folder: Path, *more: Path) -> str:
+    """``PYTHONPATH`` of a server: ``more``, this checkout, and what ours has.
+
+    An environment that this package is not installed in gets vLLM's entry point from ``folder``.
+    """
+    plugin = folder / "plugin" / "areal_like_checkout-0.dist-info"
+    plugin.mkdir(parents=True, exist_ok=True)
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: areal-like-checkout\nVersion: 0\n")
+    (plugin / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nareal_like = areal_like.inference.vllm_plugin:register\n"
+    )
+    inherited = os.environ.get("PYTHONPATH", "")
+    return os.pathsep.join(filter(None, [*map(str, more), str(ROOT), str(plugin.parent), inherited]))
+
+
+def spec_of(subject: Subject, model: Path, name: str) -> str:
+    """What a server of ``subject`` is started with, as JSON."""
+    on_gpu = subject.device != "cpu"
     if subject.name == "embedded":
         return InferenceServerSpec(
-            name=name, model_path=str(model), dtype="float32", max_batch_size=BATCH, context_length=CONTEXT
+            name=name,
+            model_path=str(model),
+            dtype="float32",
+            device=subject.device,
+            max_batch_size=BATCH,
+            context_length=subject.context,
         ).model_dump_json()
     python = python_of(subject.name)
     return EngineSpec(
@@ -197,9 +271,11 @@ def _spec(subject: Subject, model: Path, name: str) -> str:
         version=_version_of(subject),
         model_path=str(model),
         dtype="float32" if subject.dtype == "float32" else "bfloat16",
+        devices=(f"{subject.device}:0" if on_gpu else "cpu",),
         max_batch_size=BATCH,
-        context_length=CONTEXT,
+        context_length=subject.context,
         start_timeout=START,
+        flags=dict(GPU_FLAGS) if on_gpu else {},
     ).model_dump_json()
 
 
@@ -213,7 +289,7 @@ def build_tiny(folder: Path) -> Path:
         num_hidden_layers=2,
         num_attention_heads=2,  # of 32 each: vLLM has no kernels for smaller ones
         num_key_value_heads=1,
-        max_position_embeddings=2 * CONTEXT,
+        max_position_embeddings=8192,
         tie_word_embeddings=True,
         initializer_range=0.4,
         bos_token_id=1,
@@ -284,14 +360,16 @@ def reference_logprobs(
 
     ``top_p`` keeps the fewest most likely tokens whose probabilities reach it, and renormalises.
     """
+    device = next(model.parameters()).device
     model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=False)
     with torch.inference_mode():
-        logits = model(torch.tensor([list(tokens)])).logits[0, -written - 1 : -1].float()
+        logits = model(torch.tensor([list(tokens)], device=device)).logits[0, -written - 1 : -1].float()
     logprobs = torch.log_softmax(logits / temperature, -1)
     if top_p < 1.0:
         ordered, order = logprobs.sort(-1, descending=True)
         before = ordered.exp().cumsum(-1) - ordered.exp()
         kept = torch.zeros_like(logprobs, dtype=torch.bool).scatter(-1, order, before < top_p)
         logprobs = torch.log_softmax(logprobs.masked_fill(~kept, -torch.inf), -1)
-    found: list[float] = logprobs.gather(-1, torch.tensor(list(tokens[-written:]))[:, None])[:, 0].tolist()
+    chosen = torch.tensor(list(tokens[-written:]), device=device)[:, None]
+    found: list[float] = logprobs.gather(-1, chosen)[:, 0].tolist()
     return found

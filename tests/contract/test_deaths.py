@@ -83,7 +83,7 @@ async def test_a_killed_server_is_an_error_in_time_and_leaves_nothing(
     """Requests in flight, a publication and new requests all end with a named error; then no process is left."""
     async with open_line(own_server, timeout=GIVEN_UP) as line:
         family = own_server.descendants()
-        asked = asyncio.create_task(line.ask(PROMPT, max_new_tokens=400))
+        asked = asyncio.create_task(line.ask(PROMPT, max_new_tokens=line.subject.longest))
         await line.in_hand()
         began = time.monotonic()
         own_server.engine().send_signal(signal.SIGKILL)
@@ -103,11 +103,11 @@ async def test_a_killed_server_is_an_error_in_time_and_leaves_nothing(
 
 async def test_a_worker_that_dies_ends_the_whole_server(open_line: Any, own_server: ServerProcess) -> None:
     family = own_server.descendants()
-    workers = [p for p in family if any(word in p.name().lower() for word in ("worker", "core", "::schedul"))]
+    workers = [p for p in family if any(word in p.name().lower() for word in ("worker", "::enginecor", "::schedul"))]
     if not workers:
         pytest.skip("this engine computes in one process")
     async with open_line(own_server, timeout=GIVEN_UP) as line:
-        asked = asyncio.create_task(line.ask(PROMPT, max_new_tokens=400))
+        asked = asyncio.create_task(line.ask(PROMPT, max_new_tokens=line.subject.longest))
         await line.in_hand()
         workers[-1].send_signal(signal.SIGKILL)
         with pytest.raises(InfrastructureError):

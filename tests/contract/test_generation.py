@@ -159,7 +159,9 @@ async def test_an_answer_that_is_cut_goes_on_where_it_ended(line: Line) -> None:
 
 async def test_an_answer_that_nobody_waits_for_is_given_up(line: Line) -> None:
     """Its tokens would be written for nobody: it is over while a shorter one beside it is still written."""
-    abandoned, other = (asyncio.create_task(line.ask(PROMPT, max_new_tokens=n)) for n in (600, line.subject.long))
+    abandoned, other = (
+        asyncio.create_task(line.ask(PROMPT, max_new_tokens=n)) for n in (line.subject.longest, line.subject.long)
+    )
     await line.in_hand(2)
     abandoned.cancel()
     async with asyncio.timeout(HUNG):

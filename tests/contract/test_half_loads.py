@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from subjects import HUNG, ROOT, TEST, ServerProcess, Subject, running
+from subjects import HUNG, TEST, ServerProcess, Subject, python_path, running
 
 from areal_like.errors import WeightUpdateError
 
@@ -44,7 +44,7 @@ def switch(tmp_path: Path) -> Switch:
 def faulty_server(subject: Subject, model_path: Path, folder: Path, switch: Switch) -> Iterator[ServerProcess]:
     if subject.name != "vllm":
         pytest.skip("what fails half-way elsewhere: test_http_failures.py, and the engine's unit tests")
-    environment = {"PYTHONPATH": f"{FAULTS}:{ROOT}", "AREAL_LIKE_HALF_LOAD": str(switch.file)}
+    environment = {"PYTHONPATH": python_path(folder, FAULTS), "AREAL_LIKE_HALF_LOAD": str(switch.file)}
     with running(subject, model_path, folder, name="faulty", environment=environment) as started:
         yield started
 

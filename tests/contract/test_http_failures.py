@@ -10,6 +10,7 @@ import pytest
 from fakes.proxy import Proxy, proxied
 from subjects import HUNG, TEST, ServerProcess
 
+from areal_like.api.wire import GenerateBody, SamplingBody
 from areal_like.errors import InfrastructureError, WeightUpdateError
 
 if TYPE_CHECKING:
@@ -23,13 +24,21 @@ PROMPT = [10, 200, 31, 77, 150, 42]
 async def test_failed_requests_end_in_time(open_line: Any, server: ServerProcess) -> None:
     async with proxied(server.url) as proxy, open_line(replace(server, url=proxy.url)) as line:
         await line.ask(PROMPT, max_new_tokens=1)
-        proxy.failing = next(path for path in proxy.posted if path.endswith("/generate"))
+        proxy.failing = path_of_a_request(line)
+        assert proxy.failing in proxy.posted
         with pytest.raises(InfrastructureError, match="500: told to fail"):
             async with asyncio.timeout(HUNG):
                 await line.ask(PROMPT, max_new_tokens=4)
         assert proxy.failures > 1  # it was tried again
         proxy.failing = ""
         assert (await line.ask(PROMPT, max_new_tokens=4)).output_versions == [line.version] * 4
+
+
+def path_of_a_request(line: Line) -> str:
+    """Where this version of the engine is asked for an answer."""
+    return line.link.dialect.generate(
+        GenerateBody(rid="r.1", input_ids=PROMPT, sampling=SamplingBody(max_new_tokens=1))
+    ).path
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["not done", "done all the same"])

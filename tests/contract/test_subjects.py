@@ -11,7 +11,10 @@ from typing import cast
 
 import overruns
 import pytest
-from subjects import started
+from subjects import DEVICE, KV_CACHE, VLLM_PYTHON, chosen_device, python_of, spec_of, started, subjects_on
+
+from areal_like.inference.backends import get_engine
+from areal_like.inference.spec import EngineSpec
 
 #: more than any pipe holds unless it was told to
 MUCH = 2**21
@@ -45,6 +48,35 @@ def test_a_server_that_does_not_start_is_told_with_its_last_words(tmp_path: Path
         started([sys.executable, "-c", "raise SystemExit('no room')"], tmp_path, "stillborn"),
     ):
         pass
+
+
+def test_on_a_gpu_vllm_is_started_with_memory_to_lend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whatever interpreter, as the environment says; one outside of this folder too."""
+    monkeypatch.setenv(VLLM_PYTHON, sys.executable)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    subject = subjects_on("cuda")["vllm"]
+    spec = EngineSpec.model_validate_json(spec_of(subject, tmp_path, "s0"))
+    command = get_engine("vllm").command(spec.model_copy(update={"version": "0.26.0"}), token="t")
+    words = " ".join(command.arguments)
+    assert command.arguments[0] == sys.executable == str(python_of("vllm"))
+    assert command.environment["CUDA_VISIBLE_DEVICES"] == "0"
+    assert (
+        f"--enforce-eager --enable-sleep-mode --gpu-memory-utilization 0.2 --kv-cache-memory-bytes {KV_CACHE}" in words
+    )
+    assert f"--max-model-len {subject.context} " in words
+    assert "chunked-prefill" not in words  # that is a CPU's
+    assert subject.lends and subject.longest < subject.context
+
+
+def test_the_device_is_one_that_the_suite_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(DEVICE, raising=False)
+    assert chosen_device() == "cpu"
+    monkeypatch.setenv(DEVICE, "cuda")
+    assert chosen_device() == "cuda"
+    assert "sglang" not in subjects_on("cuda")
+    monkeypatch.setenv(DEVICE, "tpu")
+    with pytest.raises(ValueError, match=r"AREAL_LIKE_CONTRACT_DEVICE='tpu': must be cpu or cuda"):
+        chosen_device()
 
 
 async def test_a_test_that_takes_too_long_shows_where_it_stands(

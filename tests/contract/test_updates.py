@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from subjects import HUNG, TEST, ServerProcess, perturbed
+from subjects import HUNG, TEST, TRANSPORTS, ServerProcess, perturbed
 
 from areal_like.api.generation import ModelResponse, StopReason
 from areal_like.api.weights import InterruptMode, TransportKind
@@ -36,7 +36,7 @@ def mode(request: pytest.FixtureRequest, capabilities: Capabilities) -> Interrup
     return asked
 
 
-@pytest.mark.parametrize("transport", [kind for kind in TransportKind if kind is not TransportKind.IPC])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_after_an_update_the_server_has_the_trainers_weights(
     open_line: Any, server: ServerProcess, transport: TransportKind
 ) -> None:
@@ -98,7 +98,7 @@ async def test_a_new_request_never_uses_the_old_prefix(
     async with open_line(server, interrupt=mode) as line:
         await line.ask(LONG, max_new_tokens=2)
         after = line.pack()
-        other = asyncio.create_task(line.ask([*LONG, 9], max_new_tokens=64))
+        other = asyncio.create_task(line.ask([*LONG, 9], max_new_tokens=line.subject.beside))
         await line.in_hand()
         await line.publish(after)
         answer = await line.ask(LONG, max_new_tokens=32)
@@ -160,7 +160,7 @@ async def test_a_drain_that_overruns_is_withdrawn(line: Line) -> None:
     control, before = line.link.control, line.version
     manifest = await line.trainer.export_weights(line.prepare(), 0)
     await control.stage(manifest, timeout=HUNG)
-    asked = asyncio.create_task(line.ask(PROMPT, max_new_tokens=600))
+    asked = asyncio.create_task(line.ask(PROMPT, max_new_tokens=line.subject.longest))
     await line.in_hand()
     moment = line.subject.moment
     with pytest.raises((WeightUpdateError, ServerUnavailable)):
