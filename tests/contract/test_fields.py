@@ -27,6 +27,7 @@ EVERYTHING = SamplingBody(
 VLLM_GENERATE = ("vllm/entrypoints/scale_out/token_in_token_out/protocol.py", "GenerateRequest")
 VLLM_COMPLETION = ("vllm/entrypoints/openai/completion/protocol.py", "CompletionRequest")
 VLLM_SAMPLING = ("vllm/sampling_params.py", "SamplingParams")
+VLLM_ALLOCATION = ("vllm/device_allocator/__init__.py", "AllocationData")
 SGLANG_GENERATE = ("sglang/srt/managers/io_struct.py", "GenerateReqInput")
 SGLANG_SAMPLING = ("sglang/srt/sampling/sampling_params.py", "SamplingParams")
 
@@ -75,3 +76,8 @@ def test_every_field_that_is_sent_is_known(
     sampling = content.pop("sampling_params", {})
     assert content.keys() - fields_of(engine, request_class) == set()
     assert sampling.keys() - fields_of(engine, sampling_class) == set()
+
+
+def test_what_the_allocator_is_asked_is_known() -> None:
+    """By ``areal_like.inference.vllm_plugin.worker``, on GPUs."""
+    assert fields_of("vllm", VLLM_ALLOCATION) >= {"tag", "is_asleep"}

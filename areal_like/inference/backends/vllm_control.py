@@ -59,8 +59,8 @@ class VllmControl:
     def __init__(self, name: str, url: str, epoch: ServerEpoch, *, token: str, spans: bool) -> None:
         self._name = name
         self._http = EngineHttp(name, url, token=token)
-        self._workers = VllmWorkers(name, self._http)
         self._memory = VllmMemory(name, self._http)
+        self._workers = VllmWorkers(name, self._http, self._memory.meet)
         self._epoch = epoch
         self._spans = spans
         self._pauses = _PAUSES if spans else _CUTTING

@@ -3,7 +3,8 @@
 What vLLM does badly, and what is done about it here (read on 0.32): its default sleep cuts requests in hand, so a busy
 server is refused, and ``mode=wait`` covers those that come in between; ``/resume`` runs a server whose KV cache is out,
 which ends it, so what is out is remembered here; the last ``/wake_up`` runs the server by itself, on weights that may
-be nobody's, so it waits for a whole update; on CPUs both calls answer 200 and do nothing, so they are refused.
+be nobody's, so it waits for a whole update; on CPUs both calls answer 200 and do nothing, so they are refused. A
+server that an earlier run has left asleep answers as if it were paused: its workers say what is out.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from areal_like.client.memory import MemoryPart
 from areal_like.errors import RequestError
 from areal_like.inference.backends.http_control import EngineHttp
 from areal_like.inference.backends.memory import LentMemory
+from areal_like.inference.backends.vllm_workers import WorkerStatus
 
 #: for ``plan`` and ``doctor``
 NEEDS = "on GPUs, with vllm.enable_sleep_mode: true"
@@ -22,7 +24,14 @@ class VllmMemory:
 
     def __init__(self, name: str, http: EngineHttp) -> None:
         self._name, self._http = name, http
+        self._met = False
         self.lent = LentMemory(name)
+
+    def meet(self, status: WorkerStatus) -> None:
+        """Of the first answer: what is out already was released by somebody before us, and its weights are nobody's."""
+        if not self._met and status.asleep:
+            self.lent.released([part for part in MemoryPart if part in status.asleep], lost=True)
+        self._met = True
 
     async def release(self, *, possible: bool, in_hand: int, keep_weights: bool, timeout: float) -> bool:
         """See :class:`areal_like.client.memory.ReleasesMemory`; whether anything was released now.

@@ -6,7 +6,7 @@ worker would leave the answers of the others behind in vLLM's queues.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -17,7 +17,10 @@ from areal_like.inference.backends.http_control import EngineHttp
 
 
 class WorkerStatus(BaseModel):
-    """What one worker says of its weights. ``refused``: why it did not do what this call asked, or empty."""
+    """What one worker says of its weights. ``refused``: why it did not do what this call asked, or empty.
+
+    ``asleep``: tags of the device memory that it has given away, by vLLM's names.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -34,6 +37,7 @@ class WorkerStatus(BaseModel):
     logprobs_mode: str
     seeds: bool
     sleeps: bool = False
+    asleep: tuple[str, ...] = ()
     parts: dict[str, float] = {}
     refused: str = ""
 
@@ -56,8 +60,9 @@ class WorkerStatus(BaseModel):
 class VllmWorkers:
     """All workers of one server. Every call is one round trip; each raises as :meth:`status`."""
 
-    def __init__(self, name: str, http: EngineHttp) -> None:
-        self._name, self._http = name, http
+    def __init__(self, name: str, http: EngineHttp, tell: Callable[[WorkerStatus], None]) -> None:
+        """``tell``: gets every answer first."""
+        self._name, self._http, self._tell = name, http, tell
 
     async def status(self, *, timeout: float) -> WorkerStatus:
         """What they hold and what they are staging; they answer at once.
@@ -95,7 +100,9 @@ class VllmWorkers:
             raise ServerUnavailable(f"{self._name}: a worker's status breaks its schema: {error}") from error
         if not found:
             raise ServerUnavailable(f"{self._name}: no worker answered")
-        return common_status(found)
+        status = common_status(found)
+        self._tell(status)
+        return status
 
 
 def common_status(found: Sequence[WorkerStatus]) -> WorkerStatus:

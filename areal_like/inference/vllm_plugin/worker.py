@@ -88,10 +88,12 @@ class UpdateExtension:
         """What the contract asks of a server's flags, whoever started it."""
         config = self.vllm_config
         chunked = bool(config.scheduler_config.enable_chunked_prefill)
+        sleeps = bool(config.model_config.enable_sleep_mode) and self.device.type != "cpu"
         return {
             "logprobs_mode": str(config.model_config.logprobs_mode),
             "seeds": not (chunked and self.device.type == "cpu"),
-            "sleeps": bool(config.model_config.enable_sleep_mode) and self.device.type != "cpu",
+            "sleeps": sleeps,
+            "asleep": asleep() if sleeps else [],
         }
 
     def _areal_like_engine(self) -> StagedTransferEngine:
@@ -101,3 +103,11 @@ class UpdateExtension:
         if not isinstance(engine, StagedTransferEngine):
             raise RuntimeError("this server was started without our --weight-transfer-config")
         return engine
+
+
+def asleep() -> list[str]:
+    """What of this process' device memory vLLM's allocator has given away: ``weights``, ``kv_cache``."""
+    from vllm.device_allocator import get_mem_allocator_instance
+
+    allocations = get_mem_allocator_instance().pointer_to_data.values()
+    return sorted({found.tag for found in allocations if found.is_asleep})

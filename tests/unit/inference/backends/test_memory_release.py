@@ -257,6 +257,30 @@ async def test_a_release_that_broke_counts_as_one(lender: Lender) -> None:
     assert lender.device.runs
 
 
+@pytest.mark.parametrize("out", [["kv_cache", "weights"], ["kv_cache"]])
+async def test_a_vllm_that_another_run_left_asleep_is_not_run_and_not_loaded_into(out: list[str]) -> None:
+    """A real one would end: it says that it is paused, and runs and loads as it is told."""
+    device = Device(out=set(out), runs=False)
+    fake = LendingVllm(device=device)
+    fake.paused = True
+    fake.status.update(sleeps=True, asleep=out)
+    async with connected(fake) as control:
+        lender = Lender("vllm", device, control, fake, manifest)
+        await control.health(timeout=10)
+        with pytest.raises(RequestError, match=r"its memory is released; before it runs: .*reclaim kv_cache"):
+            await control.resume(incarnation=0, timeout=10)
+        if "weights" in out:
+            with pytest.raises(WeightUpdateError, match="reclaim weights first"):
+                await lender.update()
+        await lender.reclaim(WEIGHTS)
+        await lender.update()
+        fake.status.update(asleep=["kv_cache"])  # an answer that was long on its way changes nothing
+        await lender.reclaim(KV_CACHE)
+        await control.health(timeout=10)
+        await lender.update()
+    assert (device.faults, device.out, device.runs) == ([], set(), True)
+
+
 async def test_a_call_of_the_past_is_refused(lender: Lender) -> None:
     brought = lender.next().model_copy(update={"incarnation": 3})
     lender.control._newest_incarnation = brought.incarnation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -160,6 +161,20 @@ def test_another_version_is_not_begun(worker: Worker, write: Any, version: int, 
     worker.until_staged()
     assert "is not staged" in worker.begin(version, incarnation).refused
     assert not worker._weight_update_active
+
+
+def test_memory_that_was_given_away_is_told(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the allocator itself: vLLM's server calls a sleeping engine paused."""
+    held = [("weights", True), ("weights", True), ("kv_cache", False), ("default", False)]
+    allocations = {address: SimpleNamespace(tag=tag, is_asleep=away) for address, (tag, away) in enumerate(held)}
+    allocator = SimpleNamespace(pointer_to_data=allocations)
+    module = SimpleNamespace(get_mem_allocator_instance=lambda: allocator)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(device_allocator=module))
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator", module)
+    assert WorkerStatus.model_validate(worker.areal_like_status()).asleep == ()  # it has no such allocator
+    worker.device = torch.device("cuda")
+    worker.vllm_config.model_config.enable_sleep_mode = True
+    assert WorkerStatus.model_validate(worker.areal_like_status()).asleep == ("weights",)
 
 
 def test_what_is_still_on_its_way_is_not_begun() -> None:
