@@ -27,6 +27,10 @@ class ServerBusy(ServerUnavailable):
     """The server answers, and asks to come back later (503, 429): no failure of it."""
 
 
+class ServersTaken(InfrastructureError):
+    """Every inference server of the run serves another run by now, which joined later and took them over."""
+
+
 class NoServerAvailable(InfrastructureError):
     """No server of the pool is in rotation within the deadline."""
 

@@ -174,6 +174,7 @@ async def open_serving(session: Session, tokenizer: Tokenizer) -> AsyncIterator[
                 ) from error
             if rollout.servers:
                 incarnation = max(incarnation, answer.incarnation + 1)
+        pool.command(incarnation)
         retry = RetryPolicy(retries=rollout.request_retries)
         async with RemoteEngine(pool, token=token, timeout=rollout.request_timeout, retry=retry, rules=rules) as engine:
             yield Serving(pool=pool, engine=engine, incarnation=incarnation)

@@ -44,6 +44,11 @@ class HealthPolicy:
         return min(self.readmit_after * 2.0 ** min(max(ejections - 1, 0), 16), self.readmit_limit)
 
 
+def taken_by(answer: HealthAnswer, commanded: int | None) -> int | None:
+    """The incarnation of another run that has taken the server over from ours, which commands under ``commanded``."""
+    return answer.incarnation if commanded is not None and answer.incarnation > commanded else None
+
+
 def fault_of(answer: HealthAnswer, acknowledged: Acknowledged | None) -> str | None:
     """Why a server that answered must leave the rotation, or None.
 

@@ -1,8 +1,9 @@
 """The servers of a run: who is in rotation, which version each has acknowledged, and who answers.
 
 A server joins with a health answer, enters the rotation with a receipt (``weights.channel``), and leaves it when it
-stops answering, reports failure, serves older weights than it acknowledged, or fails an update. The health loop goes on
-asking ejected servers and offers those that answer again to the channel for readmission. Everything runs in one loop.
+stops answering, reports failure, serves older weights than it acknowledged, fails an update, or obeys another run. The
+health loop goes on asking ejected servers and offers those that answer again to the channel for readmission, except those
+that another run has. Everything runs in one loop.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from areal_like.api.wire import HealthAnswer
 from areal_like.client.affinity import AffinityTable
 from areal_like.client.control import ServerControl
 from areal_like.client.dialect import EMBEDDED, Dialect
-from areal_like.client.health import HealthPolicy, fault_of
+from areal_like.client.health import HealthPolicy, fault_of, taken_by
 from areal_like.client.routing import RoutingView, choose_server
 from areal_like.client.server import Server, ServerState, ServerStatistics
 from areal_like.client.task_scope import leave
-from areal_like.errors import ArealLikeError, ServerUnavailable
+from areal_like.errors import ArealLikeError, ServersTaken, ServerUnavailable
 
 _LOG = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class ServerPool:
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._floor = NEVER_ACKNOWLEDGED
         self._incarnation = 0
+        self._commanded: int | None = None
 
     async def __aenter__(self) -> Self:
         await self._watchers.__aenter__()
@@ -95,6 +97,10 @@ class ServerPool:
         self._watching[name] = self._watchers.create_task(self._watch(server), name=f"health-{name}")
         self._notify()
         return answer
+
+    def command(self, incarnation: int) -> None:
+        """Control calls carry ``incarnation`` from now on: a server that tells a newer one obeys another run."""
+        self._commanded = incarnation
 
     async def remove(self, name: str, reason: str) -> None:
         """Forget a server for good (its process is gone); its requests move."""
@@ -197,6 +203,8 @@ class ServerPool:
             return
         if receipt.incarnation > self._incarnation:
             self._rewind(receipt.incarnation)
+        if self._commanded is not None:
+            self._commanded = max(self._commanded, receipt.incarnation)
         server.accept(receipt)
         server.look_now.set()
         self._notify()
@@ -220,6 +228,23 @@ class ServerPool:
             server = self._servers.get(name)
             if server is not None and server.state is ServerState.EJECTED:
                 return name
+
+    async def look_at_all(self) -> None:
+        """Ask every server for its health now, rather than when its turn comes; takes one question's time at most."""
+        async with asyncio.TaskGroup() as tasks:
+            for server in tuple(self._servers.values()):
+                tasks.create_task(self._look(server), name=f"look-{server.name}")
+
+    def check_taken(self) -> None:
+        """Raises ServersTaken if another run has every server by now; while one is left, the run goes on with that."""
+        taken = {s.url: s.taken_by for s in self._servers.values() if s.taken_by is not None}
+        if taken and len(taken) == len(self._servers):
+            listed = ", ".join(f"{url} (by incarnation {number})" for url, number in taken.items())
+            raise ServersTaken(
+                f"rollout.servers: another run has taken over {listed}; this run is incarnation {self._commanded}. A "
+                "server serves one run at a time, the one that joined last: let that run end, or give each run servers "
+                "of its own, then start this one again"
+            )
 
     # -- observing --
 
@@ -282,6 +307,12 @@ class ServerPool:
                 self.eject(server.name, f"{server.failures} health questions in a row failed; the last: {error}")
             return
         server.failures = 0
+        server.taken_by = taken_by(answer, self._commanded) or server.taken_by
+        if server.taken_by is not None:
+            if server.state is not ServerState.EJECTED:
+                self.eject(server.name, f"another run (incarnation {server.taken_by}) has taken it over")
+            self._notify()
+            return
         fault = fault_of(answer, before)
         if server.state is ServerState.EJECTED:
             self._offer(server, healthy=answer.status == "ok")

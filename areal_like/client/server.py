@@ -40,7 +40,8 @@ class Server:
     """The pool's own record; nobody outside the pool changes it.
 
     ``suspect``: a connection broke; no new request until the health loop has looked. ``requests`` are the deadlines
-    of the requests in flight: cutting them short is how an ejection reaches those who wait.
+    of the requests in flight: cutting them short is how an ejection reaches those who wait. ``taken_by`` is the
+    incarnation of another run that has taken the server over; it never comes back to ours.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Server:
     suspect: bool = False
     failures: int = 0
     reason: str = ""
+    taken_by: int | None = None
     ejections: int = 0
     readmit_at: float = 0.0
     offered: bool = False

@@ -6,6 +6,7 @@ from typing import NoReturn, Protocol
 
 from areal_like.api.weights import CommitReceipt
 from areal_like.control.journal import RunJournal
+from areal_like.errors import WeightUpdateError
 from areal_like.weights.channel import PublicationTimes
 
 
@@ -23,6 +24,10 @@ class AcknowledgedVersions(Protocol):
     def lowest_version(self) -> int: ...
 
     async def changed(self) -> None: ...
+
+    async def look_at_all(self) -> None: ...
+
+    def check_taken(self) -> None: ...
 
 
 class AcknowledgementListener(Protocol):
@@ -50,15 +55,26 @@ class WeightPublisher:
 
         Raises:
             WeightUpdateError: no server serves it.
+            ServersTaken: since all of them serve another run by now.
         """
         with self._journal.publication(version):
-            receipts = await self._channel.publish(version)
+            try:
+                receipts = await self._channel.publish(version)
+            except WeightUpdateError:
+                await self._pool.look_at_all()
+                self._pool.check_taken()
+                raise
         self._journal.published(receipts, self._channel.times)
         self._tell()
 
     async def follow(self) -> NoReturn:
-        """For ever: pass on what changes between publications, as when a server that was behind leaves the rotation."""
+        """For ever: pass on what changes between publications, as when a server that was behind leaves the rotation.
+
+        Raises:
+            ServersTaken: another run has every server.
+        """
         while True:
+            self._pool.check_taken()
             self._tell()
             await self._pool.changed()
 

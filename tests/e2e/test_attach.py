@@ -68,6 +68,35 @@ def test_servers_of_others_serve_one_run_after_another(workspace: Workspace, mon
     served.end()
 
 
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_run_whose_server_was_taken_over_says_by_whom_and_ends(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, busy: bool
+) -> None:
+    """``busy``: at its next publication; or, where none is near, as soon as the server's health tells of it."""
+    from launched import ENDLESS, steps_of
+
+    monkeypatch.setenv(TOKEN_VARIABLE, "theirs")
+    served, url = serve(workspace)
+    waits = () if busy else ("workflow=tasks.Waiting", "workflow_args={}", "reward_fn=null", "valid_dataset=null")
+    first = workspace.start_run(f"first-{busy}", f'rollout.servers=["{url}"]', *ENDLESS, *waits)
+    first.until(lambda: first.paths.metrics.exists(), "training has begun")
+    if busy:
+        first.until_steps(2)
+    first.note_processes()
+    second = workspace.start_run(f"second-{busy}", f'rollout.servers=["{url}"]', "total_train_steps=3")
+    ended = first.end()
+    assert ended.status == 1
+    (error,) = [line for line in ended.err.splitlines() if line.startswith("areal-like: error:")]
+    assert f"another run has taken over {url} (by incarnation 2); this run is incarnation 1" in error
+    assert "let that run end, or give each run servers of its own" in error
+    assert "Traceback" not in ended.err
+    assert first.left() == {}
+    assert second.end().status == 0
+    assert [step["version"] for step in steps_of(second.paths)] == [1, 2, 3]
+    served.send(signal.SIGINT)
+    served.end()
+
+
 def test_a_wrong_token_is_told_by_name(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "theirs")
     served, url = serve(workspace)

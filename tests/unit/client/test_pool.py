@@ -10,7 +10,7 @@ import pytest
 from areal_like.client.control import EmbeddedControl
 from areal_like.client.pool import ServerPool
 from areal_like.client.server import ServerState
-from areal_like.errors import ServerUnavailable
+from areal_like.errors import ServersTaken, ServerUnavailable
 
 New = Callable[[str], Awaitable[Any]]
 
@@ -169,6 +169,38 @@ async def test_a_server_restarted_with_old_weights_leaves_and_is_offered_for_rea
         server.health = server.health.model_copy(update={"version": 3})
         pool.acknowledge(server.receipt(version=3))
         assert _route(pool) == "s0"
+
+
+async def test_a_server_that_obeys_another_run_leaves_for_good(new_server: New, wire: Any) -> None:
+    a, b = await new_server("a"), await new_server("b")
+    async with wire.pool_of(a, b) as pool:
+        pool.command(3)
+        for server in (a, b):
+            server.health = server.health.model_copy(update={"incarnation": 3})
+        await pool.look_at_all()
+        assert pool.statistics().in_rotation == 2  # our own calls came to them
+        a.health = a.health.model_copy(update={"incarnation": 4, "version": 9})
+        await pool.look_at_all()
+        record = pool.statistics().servers[0]
+        assert (record.state, record.reason) == (ServerState.EJECTED, "another run (incarnation 4) has taken it over")
+        pool.check_taken()  # the run goes on with the other
+        a.health = a.health.model_copy(update={"incarnation": 0})  # started anew, by whoever uses it now
+        await pool.look_at_all()
+        assert not pool._servers["a"].offered
+        b.health = b.health.model_copy(update={"incarnation": 5})
+        await pool.look_at_all()
+        told = rf"taken over {a.url} \(by incarnation 4\), {b.url} \(by incarnation 5\); this run is incarnation 3"
+        with pytest.raises(ServersTaken, match=told):
+            pool.check_taken()
+
+
+async def test_our_own_newer_incarnation_is_no_other_run(server: Any, wire: Any) -> None:
+    async with wire.pool_of(server) as pool:
+        pool.command(0)
+        pool.acknowledge(server.receipt(version=1, incarnation=1))
+        server.health = server.health.model_copy(update={"incarnation": 1, "version": 1})
+        await pool.look_at_all()
+        assert pool.statistics().in_rotation == 1
 
 
 async def test_a_server_that_is_readmitted_otherwise_is_not_offered(new_server: New, wire: Any) -> None:

@@ -13,7 +13,7 @@ from control_cases import receipt_of
 from areal_like.api.weights import CommitReceipt
 from areal_like.control.journal import RunJournal
 from areal_like.control.publishing import WeightPublisher
-from areal_like.errors import WeightUpdateError
+from areal_like.errors import ServersTaken, WeightUpdateError
 from areal_like.weights.channel import PublicationTimes
 
 
@@ -22,6 +22,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.lowest_version = -1
+        self.taken = self.looked = False
         self._event = asyncio.Event()
 
     def move(self, version: int) -> None:
@@ -31,6 +32,13 @@ class Pool:
 
     async def changed(self) -> None:
         await self._event.wait()
+
+    async def look_at_all(self) -> None:
+        self.looked = True
+
+    def check_taken(self) -> None:
+        if self.taken and self.looked:
+            raise ServersTaken("by another run")
 
 
 class Listeners:
@@ -82,6 +90,21 @@ async def test_a_failed_publication_tells_nobody_of_the_version(listeners: Liste
     with pytest.raises(WeightUpdateError):
         await _publisher(listeners).publish(3)
     assert listeners.told == ["begin 3"]
+
+
+async def test_a_publication_that_failed_since_another_run_has_the_servers_says_so(listeners: Listeners) -> None:
+    listeners.fails = listeners.pool.taken = True
+    with pytest.raises(ServersTaken, match="by another run"):
+        await _publisher(listeners).publish(3)
+
+
+async def test_servers_that_another_run_took_end_this_one_without_a_publication(listeners: Listeners) -> None:
+    following = asyncio.create_task(_publisher(listeners).follow())
+    await asyncio.sleep(0)
+    listeners.pool.taken = listeners.pool.looked = True
+    listeners.pool.move(0)
+    with pytest.raises(ServersTaken):
+        await following
 
 
 async def test_changes_between_publications_reach_the_rollouts(listeners: Listeners) -> None:
