@@ -20,6 +20,7 @@ from typing import Any
 from areal_like.api.weights import TransportKind
 from areal_like.config.experiment import ExperimentConfig
 from areal_like.config.paths import RunPaths
+from areal_like.config.section import Section
 from areal_like.errors import ConfigError
 from areal_like.inference.backends import ENGINES, get_engine
 from areal_like.rollout.datasets import read_jsonl
@@ -37,6 +38,8 @@ from launcher.transport_checks import LOOPBACK, check_collective, check_ipc
 _MEASURED_ROWS = 5_000
 #: copies of the weights that shared memory should have room for: the live one, the next, and the page table's slack
 _SHM_COPIES = 3
+#: keys of ``rollout`` that say how servers of ours are started
+_OF_OUR_SERVERS = ("python", "environment", "device", "host", "port", "threads", "max_batch_size")
 #: servers and ranks that a core may bear, as tests and trials on a laptop want it
 _PROCESSES_OF_A_CORE = 4
 
@@ -76,7 +79,7 @@ def check_experiment(
     if model is not None:
         gathered.run(lambda: check_context(config, model, rows, tokenizer))
         gathered.run(lambda: check_shared_memory(config, model))
-    gathered.warnings += resource_warnings(config, machine, len(rows))
+    gathered.warnings += attach_warnings(config) + resource_warnings(config, machine, len(rows))
     gathered.raise_faults()
     if model is None:
         raise AssertionError("a model that could not be inspected is a fault")
@@ -289,6 +292,21 @@ def check_shared_memory(config: ExperimentConfig, model: ModelFacts) -> list[str
     if free < copies * model.weight_bytes:
         return [f"{text} {model.weight_bytes >> 20} MiB and may be there {copies} times; {advice}"]
     return []
+
+
+def attach_warnings(config: ExperimentConfig) -> list[str]:
+    """Keys that were set for servers of ours, where somebody else has started the servers."""
+    rollout = config.rollout
+    idle = [key for key in _OF_OUR_SERVERS if key in rollout.model_fields_set and key_differs(rollout, key)]
+    if not rollout.servers or not idle:
+        return []
+    keys = ", ".join(f"rollout.{key}" for key in idle)
+    return [f"{keys}: for servers that the run starts; those of rollout.servers stay as whoever started them said"]
+
+
+def key_differs(section: Section, key: str) -> bool:
+    """Whether a key has another value than its default."""
+    return bool(getattr(section, key) != type(section).model_fields[key].get_default(call_default_factory=True))
 
 
 def resource_warnings(config: ExperimentConfig, machine: Machine, rows: int) -> list[str]:

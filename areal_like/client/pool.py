@@ -2,7 +2,7 @@
 
 A server joins with a health answer, enters the rotation with a receipt (``weights.channel``), and leaves it when it
 stops answering, reports failure, serves older weights than it acknowledged, fails an update, or obeys another run. The
-health loop goes on asking ejected servers and offers those that answer again to the channel for readmission, except those
+health loop goes on asking ejected servers and offers those that answer again to the channel for readmission, but none
 that another run has. Everything runs in one loop.
 """
 

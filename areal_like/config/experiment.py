@@ -108,6 +108,18 @@ class ExperimentConfig(Section):
                 raise ValueError(f"{name}: has flags, and rollout.backend is {self.rollout.backend!r}; remove one")
         return self
 
+    @model_validator(mode="after")
+    def _flags_are_for_servers_of_ours(self) -> Self:
+        if self.rollout.servers and self.engine_flags:
+            name = self.rollout.spec.name
+            keys = ", ".join(f"{name}.{key}" for key in self.engine_flags)
+            raise ValueError(
+                f"{keys}: flags that the run gives to servers which it starts, and rollout.servers names servers that "
+                f"somebody else started, with flags of theirs; start those with them, and remove them here (on the "
+                f"command line: {name}={{}})"
+            )
+        return self
+
     @property
     def engine_flags(self) -> dict[str, EngineFlag]:
         """The flags of the engine that the run uses; the embedded one has none."""

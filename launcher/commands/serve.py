@@ -8,6 +8,7 @@ import secrets
 from pathlib import Path
 
 from areal_like.config.load import load_config
+from areal_like.errors import ConfigError
 from areal_like.inference.spec import EngineSpec, InferenceServerSpec
 from areal_like.observe.logs import setup_logging
 from launcher.checks import check_backend, check_ports
@@ -23,6 +24,8 @@ from launcher.roles import ENGINE
 
 def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.experiment, arguments.overrides)
+    if config.rollout.servers:
+        raise ConfigError("rollout.servers: names servers that are there already, and serve starts one; remove it")
     machine = this_machine()
     check_backend(config, machine)
     inspect_model(Path(config.model.path))

@@ -80,7 +80,8 @@ def test_a_server_that_somebody_started_by_hand(experiment: ExperimentConfig, tm
     """As ``docs/engines.md`` says. It gets the run's weights, and goes on when the run is over."""
     engine, token = experiment.rollout.spec.name, "theirs"
     with by_hand(engine, token, tmp_path / "server.log") as url:
-        steps = trained(experiment, tmp_path, f'rollout.servers=["{url}"]', "total_train_steps=2", token=token)
+        theirs = (f'rollout.servers=["{url}"]', f"{engine}={{}}")  # its flags are those of the shell command
+        steps = trained(experiment, tmp_path, *theirs, "total_train_steps=2", token=token)
         assert [step["version"] for step in steps] == [1, 2]
         assert not list(tmp_path.glob("**/inference-*.log"))
         version, in_flight = asyncio.run(state_of(engine, url, token))

@@ -98,6 +98,13 @@ def test_a_real_process_ends_the_same_way(experiment_file: Path, override: str, 
     assert "Traceback" not in ended.stderr
 
 
+def test_serve_starts_no_server_that_is_there_already(
+    experiment_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(experiment_file), 'rollout.servers=["http://a:1"]']) == 2
+    assert "rollout.servers: names servers that are there already" in capsys.readouterr().err
+
+
 def test_eval_without_a_validation_set_or_a_checkpoint_says_so(
     experiment_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from areal_like.config.experiment import ExperimentConfig
 from areal_like.errors import ConfigError
-from areal_like.inference.backends import get_engine
-from launcher.checks import check_engine
+from areal_like.inference.backends import ENGINES, get_engine
+from launcher.checks import attach_warnings, check_engine
 from launcher.child import TOKEN_VARIABLE
 from launcher.devices import Machine
 from launcher.engine_facts import described, find_engine, find_experiments_engine
@@ -118,6 +118,23 @@ def test_servers_must_be_urls_and_as_many_as_the_backend_says(
 def test_flags_for_an_engine_that_is_not_used_are_refused(experiment: Experiment) -> None:
     with pytest.raises(ConfigError, match=r"vllm: has flags, and rollout\.backend is 'embedded:d1'"):
         experiment(vllm={"block_size": 16})
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_flags_that_servers_of_others_would_never_see_are_refused_by_name(experiment: Experiment, name: str) -> None:
+    rollout = {"backend": f"{name}:d1", "servers": ["http://a:1"]}
+    with pytest.raises(ConfigError, match=rf"{name}\.block_size, {name}\.seed: flags .*: {name}={{}}\)"):
+        experiment(rollout=rollout, **{name: {"block_size": 16, "seed": 1}})
+    experiment(rollout=rollout, **{name: {}})
+
+
+def test_other_keys_that_servers_of_others_never_see_are_named_in_a_warning(experiment: Experiment) -> None:
+    keys: dict[str, object] = {"python": "p", "environment": {"A": "1"}, "threads": 2, "port": 0, "max_batch_size": 8}
+    assert attach_warnings(experiment(rollout=keys)) == []
+    assert attach_warnings(experiment(rollout={"servers": ["http://a:1"]})) == []
+    (warning,) = attach_warnings(experiment(rollout=keys | {"servers": ["http://a:1"]}))
+    told = warning.partition(":")[0]
+    assert told == "rollout.python, rollout.environment, rollout.threads, rollout.max_batch_size"
 
 
 def test_what_an_old_engine_lacks_is_told_with_the_version_that_has_it(python: str) -> None:
