@@ -1,36 +1,39 @@
 """Learning with a real model on one GPU: SmolLM2-135M-Instruct, sums, GRPO; η in {0, 2, 8}, naive PPO and decoupled.
 
     python benchmarks/gpu/learning.py [--seconds 480] [--steps 60] [--transport ipc] [--out FILE]
+    python benchmarks/gpu/learning.py --parts "side by side" --seeds 1 2 3 --gpus 4 [--most 6]
     python benchmarks/gpu/learning.py --plot FILE                     # the figure of a result, where matplotlib is
+    python benchmarks/gpu/learning.py --table FILE [FILE ...]         # Markdown: over seeds, and seed by seed
     python benchmarks/gpu/learning.py --quick --device cpu --engine embedded       # a dry run: it shows that it works
 
 Two parts. ``timed``: η = 0 and η = 2, decoupled, one after the other with the GPU for themselves: step times, GPU
 busy share, what asynchrony gave. ``side by side``: the other runs at once on the same GPU (or spread over those there
-are), for their rewards alone: they slow each other down, so their seconds mean nothing.
+are), once a seed, for their rewards alone: they slow each other down, so their seconds mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.demo_runs import ROOT
 from benchmarks.gpu.gpu_meter import GpuMeter
+from benchmarks.gpu.learning_seeds import Mean, OverSeeds, name_of, over_seeds, tables
 from benchmarks.gpu.live_runs import (
     ONE_GPU,
     Experiment,
     Report,
+    add_seeds,
+    check_seeds,
     engine_facts,
     engine_overrides,
     limit_time,
@@ -38,6 +41,7 @@ from benchmarks.gpu.live_runs import (
     step_figures,
     vllm_flags,
 )
+from benchmarks.gpu.spread import spread
 from workflows.additions import Task, write
 
 METHODS: Mapping[str, Sequence[str]] = {
@@ -52,7 +56,7 @@ _OVERHEAD = 75.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What all runs share. ``kv_gb``: of one server; ``batch`` in groups; ``gpus``: of this machine."""
+    """What all runs share but η, method and, side by side, the seed. ``kv_gb``: of one server; ``batch`` in groups."""
 
     device: str
     engine: str
@@ -65,6 +69,7 @@ class Setting:
     learning_rate: float
     kv_gb: float
     python: str | None
+    seed: int
     fallback: bool = False
     extra: tuple[str, ...] = ()
 
@@ -74,6 +79,7 @@ class Setting:
         found = [
             *engine_overrides(self.device, facts, engine=self.engine),
             f"weights.transport={'shm' if self.fallback else self.transport}",
+            f"seed={self.seed}",
             f"model.path={self.model}",
             f"train_dataset.path={self.folder}/data/train.jsonl",
             f"valid_dataset.path={self.folder}/data/valid.jsonl",
@@ -97,15 +103,11 @@ class Setting:
         return Experiment(
             config=ONE_GPU,
             overrides=self.overrides(eta, method),
-            trial=name_of(eta, method).replace(" ", "-").replace("=", ""),
+            trial=re.sub(r"\W+", "-", name_of(eta, method, self.seed)),
             runs=self.folder / "runs",
             gpu=gpu,
             timeout=timeout,
         )
-
-
-def name_of(eta: int, method: str) -> str:
-    return f"eta={eta} {method}"
 
 
 def run_named(name: str) -> tuple[int, str]:
@@ -129,28 +131,59 @@ def timed_runs(report: Report, setting: Setting, gpus: GpuMeter, gpu: str | None
                 e, m, timeout=max(report.left, 1.0), gpu=gpu
             )
         )
-        found[name_of(eta, method)] = step_figures(run, gpus)
+        found[name_of(eta, method)] = {"seed": setting.seed, **step_figures(run, gpus)}
         report.put("timed", found)
     return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """What runs side by side: ``wanted`` (η, method) once with each of ``seeds``, at most ``most`` at once in a place.
+
+    ``left``: the seconds that remain, asked when a run begins; it is left out where those are fewer than ``needs``.
+    """
+
+    wanted: Sequence[tuple[int, str]]
+    seeds: Sequence[int]
+    places: Sequence[str | None]
+    most: int | None
+    left: Callable[[], float]
+    needs: float = _OVERHEAD
+
+    def name(self, run: tuple[int, str, int]) -> str:
+        eta, method, seed = run
+        return name_of(eta, method, seed if len(self.seeds) > 1 else None)
+
+
 def runs_beside(
-    setting: Setting, wanted: Sequence[tuple[int, str]], gpus: GpuMeter, *, places: Sequence[str | None], time: float
+    setting: Setting, beside: Beside, gpus: GpuMeter, told: Callable[[dict[str, Any]], None] = lambda found: None
 ) -> dict[str, Any]:
-    """All of ``wanted`` at once, on ``places`` in turn. One that fails is told and does not end the others."""
+    """The figures of each by name. One that fails is told and does not end the others; ``told``: what there is so far.
 
-    def one(run: tuple[int, str], gpu: str | None) -> dict[str, Any]:
+    Figures step by step are left out: seconds are all that they would add.
+    """
+
+    def one(run: tuple[int, str, int], gpu: str | None) -> dict[str, Any] | str:
+        eta, method, seed = run
+        if beside.left() < beside.needs:
+            return f"not run: {max(beside.left(), 0.0):.0f} s were left when its turn came"
+
+        def experiment(back: bool) -> Experiment:
+            mine = replace(setting, fallback=back, seed=seed)
+            return mine.experiment(eta, method, timeout=max(beside.left(), 1.0), gpu=gpu)
+
         try:
-            return step_figures(
-                run_or_fall_back(lambda back: replace(setting, fallback=back).experiment(*run, timeout=time, gpu=gpu)),
-                gpus,
-            )
-        except RuntimeError as error:
-            return {"failed": str(error)[-3000:]}
+            found = step_figures(run_or_fall_back(experiment), gpus)
+        except Exception as error:  # one run must not cost the others
+            return {"seed": seed, "failed": f"{type(error).__name__}: {error}"[-3000:]}
+        return {"seed": seed, **{name: figure for name, figure in found.items() if name != "by_step"}}
 
-    with ThreadPoolExecutor(max_workers=len(wanted)) as pool:
-        found = list(pool.map(one, wanted, itertools.cycle(places)))
-    return {name_of(*run): figures for run, figures in zip(wanted, found, strict=False)}
+    def named(found: Mapping[tuple[int, str, int], Any]) -> dict[str, Any]:
+        return {beside.name(run): figures for run, figures in found.items()}
+
+    # the seeds of a run follow each other, so that each place gets its share of every run
+    runs = [(eta, method, seed) for eta, method in beside.wanted for seed in beside.seeds]
+    return named(spread(runs, beside.places, one, most=beside.most, told=lambda found: told(named(found))))
 
 
 def comparison(timed: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,43 +201,55 @@ def comparison(timed: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def labelled_runs(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Runs that made steps, by the label of their curve: with the learning rate where the runs differ in it.
-
-    The rate is the part's own (``parts``: facts of each, where a file holds parts of several calls), else the file's.
-    """
-    facts = result.get("parts", {})
-    runs = {
-        (name, facts.get(part, result).get("learning_rate")): run
-        for part in ("timed", "side by side")
-        if isinstance(result.get(part), dict)
-        for name, run in result[part].items()
-        if isinstance(run, dict) and "reward" in run
-    }
-    several = len({rate for _, rate in runs}) > 1
-    return {f"{name}, lr {rate}" if several else name: runs[name, rate] for name, rate in sorted(runs, key=str)}
+def labelled(groups: Sequence[OverSeeds]) -> dict[str, OverSeeds]:
+    """By the label of their curve: with the learning rate where they differ in it, and how many seeds, if several."""
+    rates = {group.learning_rate for group in groups}
+    found = {}
+    for group in groups:
+        rate = f", lr {group.learning_rate}" if len(rates) > 1 else ""
+        seeds = f", {len(group.seeds)} seeds" if len(group.seeds) > 1 else ""
+        found[name_of(group.eta, group.method).replace("eta", "η") + rate + seeds] = group
+    return found
 
 
 def plot(result: Mapping[str, Any], out: Path) -> str:
-    """Training reward (mean of 5 steps) and held-out reward by step, one colour a run."""
+    """Training reward (mean of 5 steps) and held-out reward by step: means over seeds, in bands from lowest to highest.
+
+    One colour for an η and method, and one dash for a learning rate.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), sharey=True)
-    for name, run in labelled_runs(result).items():
-        smooth = [fmean(run["reward"][max(0, i - 4) : i + 1]) for i in range(len(run["reward"]))]
-        (line,) = left.plot(range(1, len(smooth) + 1), smooth, label=name.replace("eta", "η"))
-        held_out = [(version, reward) for version, reward, _ in run["held_out"] if reward is not None]
-        if held_out:
-            right.plot(*zip(*held_out, strict=True), marker="o", color=line.get_color(), label=line.get_label())
+    groups = over_seeds(result)
+    methods = list(
+        dict.fromkeys((group.eta, group.method) for group in sorted(groups, key=lambda g: (g.eta, g.method)))
+    )
+    rates = list(dict.fromkeys(group.learning_rate for group in groups))
+    for label, group in labelled(groups).items():
+        colour = f"C{methods.index((group.eta, group.method))}"
+        dash = ("-", "--", "-.", ":")[rates.index(group.learning_rate) % 4]
+        look = {"color": colour, "linestyle": dash, "label": label}
+        _curve(left, group.smoothed(5), look)
+        _curve(right, group.held_out, {**look, "marker": "o"})
     left.set(title="training reward, mean of 5 steps", xlabel="step", ylabel="exact sums")
     right.set(title="held-out sums", xlabel="version")
     left.legend(fontsize="small", labelspacing=0.3)  # clear of the curves
     figure.tight_layout()
     figure.savefig(out, dpi=120)
     return out.name
+
+
+def _curve(axes: Any, figures: Mapping[int, Mean], look: Mapping[str, Any]) -> None:
+    """Means by step, and, where a step has several seeds, the band from the lowest to the highest."""
+    axes.plot(list(figures), [figure.mean for figure in figures.values()], **look)
+    seeds = [figure.by_seed.values() for figure in figures.values()]
+    if any(len(values) > 1 for values in seeds):
+        axes.fill_between(
+            list(figures), list(map(min, seeds)), list(map(max, seeds)), color=look["color"], alpha=0.15, linewidth=0
+        )
 
 
 def gpu_places(device: str, given: int | None) -> list[str | None]:
@@ -219,15 +264,19 @@ def gpu_places(device: str, given: int | None) -> list[str | None]:
     return [*(named or map(str, range(given or 1)))][:given]
 
 
+def read_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
 def measure(given: argparse.Namespace) -> Report:
-    facts = {"steps": given.steps, "learning_rate": given.lr, "device": given.device}
+    facts = {"steps": given.steps, "learning_rate": given.lr, "seeds": given.seeds, "device": given.device}
     report = Report(given.out, "learning", budget=given.seconds, **facts)
     places = gpu_places(given.device, given.gpus)
     with tempfile.TemporaryDirectory() as name, GpuMeter() as gpus:
         setting = Setting(
             device=given.device, engine=given.engine, transport=given.transport, folder=Path(name),
             model=given.smollm2, steps=given.steps, batch=given.batch, samples=given.samples, learning_rate=given.lr,
-            kv_gb=16.0, python=given.python, extra=tuple(given.overrides),
+            kv_gb=16.0, python=given.python, seed=given.seeds[0], extra=tuple(given.overrides),
         )  # fmt: skip
         lowest, highest = given.numbers
         pairs = (highest - lowest + 1) ** 2 - 8  # less what is shown solved
@@ -239,12 +288,16 @@ def measure(given: argparse.Namespace) -> Report:
             if timed is not None and len(timed) == len(TIMED):
                 report.part("asynchrony", lambda: comparison(timed))
         if "side by side" in given.parts:
-            wanted = BESIDE[:1] if given.quick else [run_named(name) for name in given.beside] or BESIDE
+            beside = Beside(
+                wanted=[run_named(name) for name in given.beside] or BESIDE[: 1 if given.quick else None],
+                seeds=given.seeds, places=places, most=given.most, left=lambda: report.left,
+                needs=0.0 if given.quick else _OVERHEAD,
+            )  # fmt: skip
             smaller = replace(setting, kv_gb=6.0)
             report.part(
                 "side by side",
-                lambda: runs_beside(smaller, wanted, gpus, places=places, time=max(report.left, 1.0)),
-                needs=0.0 if given.quick else _OVERHEAD,
+                lambda: runs_beside(smaller, beside, gpus, lambda found: report.put_quietly("side by side", found)),
+                needs=beside.needs,
             )
     return report
 
@@ -255,6 +308,8 @@ def main() -> int:
     parser.add_argument(
         "--beside", nargs="+", default=[], metavar="RUN", help="runs side by side: 'eta=2 decoupled' ..."
     )
+    add_seeds(parser, "of the runs side by side, each once a seed; the timed ones take the first")
+    parser.add_argument("--most", type=int, help="runs at once on a GPU, side by side; default: all")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=32, help="groups a step")
     parser.add_argument("--samples", type=int, default=8, help="siblings a group")
@@ -270,10 +325,17 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="two steps of a few rows")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path, metavar="RESULT", help="draw a result's figure beside it, and end")
+    parser.add_argument("--table", type=Path, nargs="+", metavar="RESULT", help="print Markdown of results, and end")
     parser.add_argument("overrides", nargs="*", help="key=value, for every run")
     given = parser.parse_args()
+    check_seeds(parser, given)
+    if given.most is not None and given.most < 1:
+        parser.error(f"--most {given.most}: at least one run at once")
+    if given.table is not None:
+        print(tables(over_seeds(*read_results(given.table))))
+        return 0
     if given.plot is not None:
-        plot(json.loads(given.plot.read_text()), given.plot.with_suffix(".png"))
+        plot(read_results([given.plot])[0], given.plot.with_suffix(".png"))
         return 0
     if given.quick:
         given.steps, given.batch, given.samples = 2, 4, 2

@@ -6,6 +6,7 @@ Everything that is started leads a process group of its own, and ends with it.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -38,6 +39,11 @@ GRAPHS = {
     "cudagraph_mode": "FULL_DECODE_ONLY",
     "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024],
 }
+#: what is told of a run step by step; ``seconds`` since its start, at the end of the step
+BY_STEP = (
+    "seconds", "step_seconds", "wait_seconds", "update_seconds", "publish_seconds", "pause_seconds",
+    "tokens_per_second", "interrupted_requests",
+)  # fmt: skip
 #: seconds between two looks at a growing file
 _LOOK = 0.02
 
@@ -87,6 +93,12 @@ class Report:
         print(f"{name}: {shown if len(shown) < 1500 else shown[:1500] + '...'}", flush=True)
         self.write()
 
+    def put_quietly(self, name: str, found: Mapping[str, Any]) -> None:
+        """The same of a part that is not over; said are the names alone of what it has so far."""
+        self.found[name] = found
+        print(f"{name}, so far: {'; '.join(found)}", flush=True)
+        self.write()
+
     def write(self) -> None:
         if self._out is not None:
             write_result(self._out, self.found)
@@ -104,6 +116,23 @@ def limit_time(seconds: float) -> None:
 
     signal.signal(signal.SIGALRM, over)
     signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def add_seeds(parser: argparse.ArgumentParser, what: str) -> None:
+    """The option ``--seeds``, and how it is told; see :func:`check_seeds`."""
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], metavar="N", help=f"{what}; default: 1")
+
+
+def check_seeds(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Each seed once, and by ``--seeds`` alone: results are named by it.
+
+    Raises:
+        SystemExit: otherwise, or for one below 0.
+    """
+    if len(set(given.seeds)) < len(given.seeds) or min(given.seeds) < 0:
+        parser.error(f"--seeds {' '.join(map(str, given.seeds))}: different numbers from 0 up are needed")
+    if any(override.startswith("seed=") for override in given.overrides):
+        parser.error("seed=...: give it as --seeds, by which results are named")
 
 
 def engine_facts(device: str, python: str | None = None) -> dict[str, Any]:
@@ -188,6 +217,8 @@ class Experiment:
     gpu: str | None = None
     timeout: float = 600.0
     environment: Mapping[str, str] = field(default_factory=dict)
+    #: bytes of metrics that were looked through
+    _seen: int = field(default=0, init=False)
 
     def run(self) -> LiveRun:
         """Run it. One that fails or runs out of time is told in ``failed``, with the steps it made.
@@ -234,19 +265,29 @@ class Experiment:
         return "\n".join(f"-- {log.name}\n" + "\n".join(tail(log, 12)) for log in logs)[-6000:]
 
     def _note_steps(self, times: list[float], began: float) -> None:
-        made = sum('"step":' in line for line in self._lines(began))
-        times.extend([time.monotonic()] * (made - len(times)))
+        with suppress(FileNotFoundError):
+            path = self._metrics(began)
+            if path is not None and (size := path.stat().st_size) != self._seen:  # many runs may share this process
+                self._seen = size
+                made = sum('"step":' in line for line in self._lines(began))
+                times.extend([time.monotonic()] * (made - len(times)))
 
     def _records(self, began: float) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self._lines(began)]
 
     def _lines(self, began: float) -> list[str]:
-        """Whole lines of this run's metrics; the file of an earlier one is older than ``began``."""
-        for path in self.runs.glob(f"*/{self.trial}/metrics.jsonl"):
-            with suppress(FileNotFoundError):
-                if path.stat().st_mtime >= time.time() - (time.monotonic() - began) - 1.0:
-                    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        """Whole lines of this run's metrics."""
+        with suppress(FileNotFoundError):
+            if (path := self._metrics(began)) is not None:
+                return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
         return []
+
+    def _metrics(self, began: float) -> Path | None:
+        """This run's file, once it is there; that of an earlier one is older than ``began``."""
+        for path in self.runs.glob(f"*/{self.trial}/metrics.jsonl"):
+            if path.stat().st_mtime >= time.time() - (time.monotonic() - began) - 1.0:
+                return path
+        return None
 
 
 def run_or_fall_back(make: Callable[[bool], Experiment]) -> LiveRun:
@@ -269,7 +310,7 @@ def vllm_flags(*, eager: bool, **flags: Any) -> str:
 
 
 def step_figures(run: LiveRun, gpus: GpuMeter) -> dict[str, Any]:
-    """What the benchmarks tell of one run: means over its steady steps, rewards, lags, GPU shares."""
+    """What the benchmarks tell of one run: means over its steady steps, rewards, lags, GPU shares; seconds by step."""
     first, last = run.steady()
     steps = run.steps[first + 1 : last + 1] or run.steps
     seconds = max(float(run.steps[last]["seconds"]) - float(run.steps[first]["seconds"]), 1e-9)
@@ -283,6 +324,7 @@ def step_figures(run: LiveRun, gpus: GpuMeter) -> dict[str, Any]:
         "steps": len(run.steps),
         "seconds_per_step": round(seconds / max(last - first, 1), 4),
         **means,
+        "publication": _means_of_parts(steps),
         "trainer_busy_share": round(means["update_seconds"] / max(means["step_seconds"], 1e-9), 3),
         "trainer_waiting_share": round(means["wait_seconds"] / max(means["step_seconds"], 1e-9), 3),
         "generated_tokens_per_second": round(generated / seconds, 1),
@@ -294,10 +336,31 @@ def step_figures(run: LiveRun, gpus: GpuMeter) -> dict[str, Any]:
             [int(r["evaluation"]["version"]), r["evaluation"]["reward"], round(float(r["seconds"]), 2)]
             for r in run.evaluations
         ],
+        "by_step": _by_step(run.steps),
         **{name: run.summary.get(name) for name in names},
         "wall_seconds": round(run.wall_seconds, 1),
         **{name: told for name, told in (("failed", run.failed), ("fell_back", run.fell_back)) if told},
     }
+
+
+def _parts(steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of a publication, as the steps name them (docs/engines.md); none in the metrics of older commits."""
+    return list(dict.fromkeys(part for step in steps for part in step.get("publication", {})))
+
+
+def _means_of_parts(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds; a part that a step lacks took none in it."""
+    return {part: round(fmean(s.get("publication", {}).get(part, 0.0) for s in steps), 4) for part in _parts(steps)}
+
+
+def _by_step(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Lists with an entry a step: a slow first step can be told from a steady state. ``publication``: by part."""
+    found: dict[str, Any] = {
+        name: [round(float(step[name]), 3) for step in steps] for name in BY_STEP if all(name in step for step in steps)
+    }
+    told = [step.get("publication", {}) for step in steps]
+    found["publication"] = {part: [round(float(t.get(part, 0.0)), 3) for t in told] for part in _parts(steps)}
+    return found
 
 
 def _text(path: Path) -> str:

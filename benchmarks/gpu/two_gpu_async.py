@@ -1,20 +1,22 @@
 """Synchronous against asynchronous on two GPUs, vLLM on one and the trainer on the other: η = 0, 2, 4, equal steps.
 
-    python benchmarks/gpu/two_gpu_async.py [--seconds 330] [--out FILE]
+    python benchmarks/gpu/two_gpu_async.py [--seconds 330] [--seeds 1 2 3] [--out FILE]
     python benchmarks/gpu/two_gpu_async.py --quick --device cpu --engine embedded      # a dry run
 
 SmolLM2-135M learns sums (``workflows/long_tail.py``): lengths per prompt are log-normal, from 32 to 2,048 tokens. A
 synchronous step waits for the longest answer of its batch while the trainer stands still. Told of each η: step time,
-busy share of both GPUs, tokens/s, rewards, requests in flight at a commit; and how much faster than η = 0.
+busy share of both GPUs, tokens/s, rewards, requests in flight at a commit; and how much faster than η = 0. A seed
+decides the order of the prompts, what is sampled and how minibatches are cut; lengths and model are the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -26,6 +28,8 @@ from benchmarks.gpu.live_runs import (
     TWO_GPUS,
     Experiment,
     Report,
+    add_seeds,
+    check_seeds,
     engine_facts,
     engine_overrides,
     limit_time,
@@ -39,6 +43,8 @@ ETAS = (0, 2, 4)
 #: seconds from the start of a run to its first step, and of a step: guesses from which the steps are chosen
 _START, _SYNC_STEP, _ASYNC_STEP = 60.0, 8.0, 4.5
 _FEWEST, _MOST = 8, 40
+#: between a run's η and its seed, in its name
+_SEED = ", seed "
 
 
 def steps_within(seconds: float, etas: Sequence[int] = ETAS) -> int:
@@ -48,13 +54,14 @@ def steps_within(seconds: float, etas: Sequence[int] = ETAS) -> int:
     return min(max(int(left / each), _FEWEST), _MOST)
 
 
-def overrides(eta: int, given: argparse.Namespace, data: Path, steps: int, *, fallback: bool) -> list[str]:
+def overrides(eta: int, seed: int, given: argparse.Namespace, data: Path, steps: int, *, fallback: bool) -> list[str]:
     """Of the two-GPU recipe."""
     facts = engine_facts(given.device, given.python)
     batch, samples = (4, 2) if given.quick else (32, 8)
     found = [
         *engine_overrides(given.device, facts, engine=given.engine),
         f"weights.transport={'shm' if fallback else given.transport}",
+        f"seed={seed}",
         f"model.path={given.smollm2}",
         f"train_dataset.path={data}/train.jsonl",
         f"train_dataset.batch_size={batch}",
@@ -70,19 +77,42 @@ def overrides(eta: int, given: argparse.Namespace, data: Path, steps: int, *, fa
     return [*found, *given.overrides]
 
 
-def compare(found: dict[str, Any]) -> dict[str, Any]:
-    """Each η beside η = 0: the ratio of step times; rewards after equal ``steps``: difference and standard error."""
-    sync = found.get("eta=0")
-    if not isinstance(sync, dict) or "seconds_per_step" not in sync:
-        return {}
-    return {
-        name: {
-            "faster_than_sync": round(sync["seconds_per_step"] / run["seconds_per_step"], 3),
-            **_rewards_beside(sync["reward"], run["reward"]),
-        }
-        for name, run in found.items()
-        if name != "eta=0" and isinstance(run, dict) and "seconds_per_step" in run
-    }
+def name_of(eta: int, seed: int | None = None) -> str:
+    """``eta=2``, and ``, seed 3`` where there are several."""
+    return f"eta={eta}" + ("" if seed is None else f"{_SEED}{seed}")
+
+
+def compare(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Each η beside η = 0 of its seed: the ratio of step times; rewards after equal ``steps``: difference and noise.
+
+    Where several seeds ran, ``over seeds`` has the means of those whose runs were not cut.
+    """
+    beside: dict[str, Any] = {}
+    whole: dict[str, dict[int, Any]] = {}
+    for name, run in found.items():
+        eta, comma, seed = name.partition(_SEED)
+        sync = found.get(name_of(0) + comma + seed)
+        if eta != name_of(0) and _made_steps(run) and _made_steps(sync):
+            ratio = round(sync["seconds_per_step"] / run["seconds_per_step"], 3)
+            beside[name] = {"faster_than_sync": ratio, **_rewards_beside(sync["reward"], run["reward"])}
+            if seed and "failed" not in run and "failed" not in sync:
+                whole.setdefault(eta, {})[int(seed)] = beside[name]
+    several = {eta: _over_seeds(rows) for eta, rows in whole.items() if len(rows) > 1}
+    return beside | ({"over seeds": several} if several else {})
+
+
+def _made_steps(run: Any) -> bool:
+    return isinstance(run, dict) and "seconds_per_step" in run
+
+
+def _over_seeds(rows: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Of one η, by seed: means, and their standard errors (deviation of the sample, n - 1, by √n)."""
+    told: dict[str, Any] = {"seeds": list(rows)}
+    for name in ("faster_than_sync", "reward_difference"):
+        values = [row[name] for row in rows.values()]
+        told[name] = round(fmean(values), 4)
+        told[f"{name}_error"] = round(stdev(values) / math.sqrt(len(values)), 4)
+    return told
 
 
 def _rewards_beside(sync: list[float], other: list[float]) -> dict[str, Any]:
@@ -104,30 +134,32 @@ def _noise(*ends: list[float]) -> float | None:
 
 
 def measure(given: argparse.Namespace, budget: float, out: Path | None) -> dict[str, Any]:
-    """Every η that fits into ``budget`` seconds; the file ``out`` is written after each."""
-    steps = 2 if given.quick else (given.steps or steps_within(budget, given.etas))
-    report = Report(out, "two_gpu_async", budget=budget, steps=steps, device=given.device)
+    """Every η with each seed that fits into ``budget`` seconds; the file ``out`` is written after each."""
+    etas, seeds = given.etas[:2] if given.quick else given.etas, given.seeds
+    steps = 2 if given.quick else (given.steps or steps_within(budget / len(seeds), etas))
+    report = Report(out, "two_gpu_async", budget=budget, steps=steps, seeds=seeds, device=given.device)
     with tempfile.TemporaryDirectory() as name, GpuMeter() as gpus:
         folder = Path(name)
         write(folder / "data", Task(valid=8, longest=48, median=16, shortest=4) if given.quick else Task())
         runs: dict[str, Any] = {}
-        for eta in given.etas[:2] if given.quick else given.etas:
+        for seed, eta in itertools.product(seeds, etas):
 
-            def experiment(fallback: bool, eta: int = eta) -> Experiment:
+            def experiment(fallback: bool, eta: int = eta, seed: int = seed) -> Experiment:
                 return Experiment(
                     config=TWO_GPUS,
-                    overrides=overrides(eta, given, folder / "data", steps, fallback=fallback),
-                    trial=f"eta{eta}",
+                    overrides=overrides(eta, seed, given, folder / "data", steps, fallback=fallback),
+                    trial=f"eta{eta}-seed{seed}",
                     runs=folder / "runs",
                     timeout=max(report.left, 1.0),
                 )
 
+            run = name_of(eta, seed if len(seeds) > 1 else None)
             found = report.part(
-                f"eta={eta}",
-                lambda e=experiment: step_figures(run_or_fall_back(e), gpus),  # type: ignore[misc]
+                run,
+                lambda e=experiment, s=seed: {"seed": s, **step_figures(run_or_fall_back(e), gpus)},  # type: ignore[misc]
                 needs=0.0 if given.quick else _START,
             )
-            runs |= {f"eta={eta}": found} if found is not None else {}
+            runs |= {run: found} if found is not None else {}
             report.put("comparison", compare(runs))
     return report.found
 
@@ -142,6 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, help="default: as many as should fit into --seconds")
     parser.add_argument("--etas", type=int, nargs="+", default=list(ETAS), help="in this order; 0 is compared with")
+    add_seeds(parser, "every η with each, one after the other")
     parser.add_argument("--transport", default="collective", help="collective, shm or disk")
     parser.add_argument("--engine", choices=["vllm", "embedded"], default="vllm")
     parser.add_argument("--smollm2", type=Path, default=ROOT / "models" / "smollm2", help="python -m launcher.smollm2")
@@ -155,7 +188,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    given = _parser().parse_args()
+    parser = _parser()
+    given = parser.parse_args()
+    check_seeds(parser, given)
     limit_time(given.seconds + 30.0)
     if given.device == "cpu":
         given.transport = "shm"

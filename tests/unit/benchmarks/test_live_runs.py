@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -11,10 +12,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from benchmarks.gpu import learning, two_gpu_async
+from areal_like.config.load import load_config
+from benchmarks.demo_runs import ROOT
+from benchmarks.gpu import two_gpu_async
 from benchmarks.gpu.child_processes import Client, process_group
 from benchmarks.gpu.gpu_meter import GpuMeter
-from benchmarks.gpu.live_runs import LiveRun, Report, step_figures
+from benchmarks.gpu.live_runs import ONE_GPU, TWO_GPUS, LiveRun, Report, add_seeds, check_seeds, step_figures
 
 
 def fail() -> None:
@@ -110,6 +113,54 @@ def test_figures_leave_the_first_steps_out() -> None:
     assert (found["lag_max"], found["gpu_busy"]) == (2, None)
 
 
+def test_figures_tell_every_step_and_every_part_of_its_publication() -> None:
+    run = run_of([9.0, 2.0, 2.0004, 2.0], [0.1] * 4)
+    parts = [{"export": 4.0, "commit": 1.0}, {"export": 0.5, "commit": 0.25}, {"export": 0.125}, {"export": 0.25}]
+    for step, told in zip(run.steps, parts, strict=True):
+        step["publication"] = told  # type: ignore[index]
+    found = step_figures(run, GpuMeter())
+    assert found["by_step"] == {
+        "seconds": [9.0, 11.0, 13.0, 15.0],  # rounded to milliseconds
+        "step_seconds": [9.0, 2.0, 2.0, 2.0],
+        "wait_seconds": [2.25, 0.5, 0.5, 0.5],
+        "update_seconds": [4.5, 1.0, 1.0, 1.0],
+        "publish_seconds": [0.1] * 4,
+        "pause_seconds": [0.05] * 4,
+        "publication": {"export": [4.0, 0.5, 0.125, 0.25], "commit": [1.0, 0.25, 0.0, 0.0]},
+    }
+    # of the steps behind the first two: 0.125 and 0.25; a part that a step does not have took nothing there
+    assert found["publication"] == {"export": 0.1875}
+    older = step_figures(run_of([1.0] * 4, [0.1] * 4), GpuMeter())  # metrics from before there were parts
+    assert (older["publication"], older["by_step"]["publication"]) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("seeds", "override", "complaint"),
+    [
+        ([2, 3, 2], "total_train_steps=2", "different numbers"),
+        ([-1], "total_train_steps=2", "different numbers"),
+        ([1], "seed=4", "give it as --seeds"),
+    ],
+)
+def test_a_seed_names_one_result(
+    seeds: list[int], override: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        check_seeds(argparse.ArgumentParser(), argparse.Namespace(seeds=seeds, overrides=[override]))
+    assert complaint in capsys.readouterr().err
+
+
+def test_the_seed_is_the_experiment_s_unless_others_are_asked_for() -> None:
+    parser = argparse.ArgumentParser()
+    add_seeds(parser, "of runs")
+    parser.add_argument("overrides", nargs="*")
+    given = parser.parse_args(["actor.optimizer.lr=1e-4"])
+    check_seeds(parser, given)
+    assert given.seeds == [1]
+    for config in (ONE_GPU, TWO_GPUS):
+        assert load_config(ROOT / config).seed == 1
+
+
 def test_gpu_shares_are_means_over_the_time_asked_for() -> None:
     meter = GpuMeter()
     meter.readings = [(1.0, (0.0, 1.0), (1.0, 1.0)), (2.0, (0.4, 0.8), (3.0, 5.0)), (3.0, (0.6, 0.2), (5.0, 7.0))]
@@ -139,26 +190,52 @@ def test_rewards_are_compared_after_equal_steps_with_the_noise_of_those_steps() 
     assert (one["steps"], one["reward_difference"], one["reward_noise"]) == (1, 0.25, None)
 
 
+def told(seconds: float, reward: float, **more: str) -> dict[str, Any]:
+    return {"seconds_per_step": seconds, "reward": [reward] * 8, **more}
+
+
+def test_runs_are_compared_with_the_synchronous_one_of_their_seed_and_over_seeds() -> None:
+    found = two_gpu_async.compare(
+        {
+            "eta=0, seed 1": told(3.0, 0.5),
+            "eta=2, seed 1": told(2.0, 0.6),
+            "eta=4, seed 1": told(1.0, 0.5),
+            "eta=0, seed 2": told(4.0, 0.5),
+            "eta=2, seed 2": told(2.0, 0.4),
+            "eta=4, seed 2": told(9.0, 0.5, failed="cut after 9 s"),
+            "eta=0, seed 3": told(2.5, 0.5),
+            "eta=2, seed 3": told(1.0, 0.5),
+            "eta=2, seed 4": told(9.0, 0.5),  # no synchronous run of its seed
+        }
+    )
+    ratios = {name: row["faster_than_sync"] for name, row in found.items() if name != "over seeds"}
+    assert ratios == {
+        "eta=2, seed 1": 1.5,
+        "eta=4, seed 1": 3.0,
+        "eta=2, seed 2": 2.0,
+        "eta=4, seed 2": 0.444,
+        "eta=2, seed 3": 2.5,
+    }
+    assert found["eta=2, seed 2"]["reward_difference"] == -0.1
+    # 1.5, 2, 2.5: a mean of 2, a deviation of 0.5, an error of 0.5 / √3; rewards 0.1, -0.1, 0: deviation 0.1
+    assert found["over seeds"] == {
+        "eta=2": {
+            "seeds": [1, 2, 3],
+            "faster_than_sync": 2.0,
+            "faster_than_sync_error": 0.2887,
+            "reward_difference": 0.0,
+            "reward_difference_error": 0.0577,
+        }
+    }  # of η = 4 one whole run is left, and that tells no spread
+
+
+def test_a_single_seed_is_not_averaged() -> None:
+    found = two_gpu_async.compare({"eta=0": told(3.0, 0.5), "eta=2": told(2.0, 0.5)})
+    assert set(found) == {"eta=2"}
+
+
 def test_steps_fit_into_the_budget_and_are_never_too_few() -> None:
     assert two_gpu_async.steps_within(1e6) == 40
     assert two_gpu_async.steps_within(100) == 8
     assert two_gpu_async.steps_within(435) == 15  # (435 - 3 · 60) / (8 + 2 · 4.5)
     assert two_gpu_async.steps_within(150, [4]) == 20  # (150 - 60) / 4.5
-
-
-def test_curves_tell_their_learning_rate_where_runs_differ_in_it() -> None:
-    run = {"reward": [0.1]}
-    timed, beside = {"eta=0 decoupled": run}, {"eta=0 naive PPO": run, "eta=8 decoupled": {"failed": "x"}}
-    of_one_call = {"learning_rate": 1e-5, "timed": timed, "side by side": beside}
-    assert list(learning.labelled_runs(of_one_call)) == ["eta=0 decoupled", "eta=0 naive PPO"]
-    of_two = {**of_one_call, "parts": {"timed": {"learning_rate": 2e-5}, "side by side": {"learning_rate": 1e-5}}}
-    assert list(learning.labelled_runs(of_two)) == ["eta=0 decoupled, lr 2e-05", "eta=0 naive PPO, lr 1e-05"]
-    assert list(learning.labelled_runs({"timed": timed, "side by side": "not run"})) == ["eta=0 decoupled"]
-
-
-def test_a_figure_is_drawn_of_whatever_runs_there_are(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    run = step_figures(run_of([1.0] * 6, [0.1] * 6), GpuMeter()) | {"held_out": [[0, 0.1, 1.0], [6, None, 2.0]]}
-    result = {"timed": {"eta=0 decoupled": run}, "side by side": {"eta=8 naive PPO": {"failed": "x"}}}
-    learning.plot(result, tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 1000
