@@ -25,22 +25,22 @@ _SHOWN = 4
 _MOST_HEADER = 100 * 2**20
 #: names under which language models keep their head and the embedding that it may be tied to
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-#: safetensors' name of each dtype
-_STORED = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
+#: safetensors' name of each dtype, in the order in which its own writer lays tensors out: all lie aligned
+STORED_NAMES = {
     "int64": "I64",
+    "float64": "F64",
+    "float32": "F32",
+    "int32": "I32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int16": "I16",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
 }
-_NAMED = {stored: name for name, stored in _STORED.items()}
+_NAMED = {stored: name for name, stored in STORED_NAMES.items()}
 #: hands out a tensor's bytes in order, piece by piece
 Bytes = Callable[[TensorEntry], Iterator[memoryview]]
 
@@ -118,7 +118,7 @@ def write_file(path: Path, entries: Iterable[TensorEntry], content: Bytes) -> No
     end = 0
     for entry in ordered:
         offsets = [end, end + entry.nbytes]
-        header[entry.name] = {"dtype": _STORED[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+        header[entry.name] = {"dtype": STORED_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
         end += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

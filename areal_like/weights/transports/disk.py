@@ -12,20 +12,23 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from areal_like.api.weights import Manifest, TensorEntry, TransportKind
 from areal_like.errors import WeightUpdateError
-from areal_like.weights.digest import tensor_entry
+from areal_like.weights.checkpoint import StoredTensor, read_header
+from areal_like.weights.host_copies import HostCopies
 from areal_like.weights.manifest import make_manifest
+from areal_like.weights.segments import read_at
+from areal_like.weights.snapshot_files import SnapshotFiles
 
 #: versions that stay on the disk
 KEEP_VERSIONS = 2
@@ -38,7 +41,9 @@ _SNAPSHOT = re.compile(rf"({re.escape(_ASIDE)})?v\d{{8,}}-i\d+")
 class DiskWriter:
     """Writes snapshots below one directory, which it owns."""
 
-    def __init__(self, directory: Path, *, bucket_bytes: int) -> None:
+    def __init__(self, directory: Path, *, bucket_bytes: int, copies: HostCopies | None = None) -> None:
+        """``copies``: what takes the tensors through host memory, the writer's own; made to suit without."""
+        self._copies = copies or HostCopies()
         self._directory = directory.absolute()
         self._bucket_bytes = bucket_bytes
         self._kept: list[Path] = []
@@ -51,13 +56,13 @@ class DiskWriter:
             self._directory.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir()
-            entries = _write_files(aside, tensors, self._bucket_bytes)
+            entries = _write_files(aside, tensors, self._bucket_bytes, self._copies)
             manifest = make_manifest(version, incarnation, TransportKind.DISK, str(final), entries)
             shutil.rmtree(final, ignore_errors=True)  # the same version again, after a failed publication
             aside.rename(final)
             _flush(self._directory)
             self._forget_old(final)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise WeightUpdateError(f"{final}: writing version {version} failed: {error}") from error
         finally:
             shutil.rmtree(aside, ignore_errors=True)
@@ -71,17 +76,20 @@ class DiskWriter:
         self._kept = self._kept[-KEEP_VERSIONS:]
 
     def close(self) -> None:
-        """Snapshots outlive the writer: nothing to free."""
+        """Free the memory; snapshots outlive the writer."""
+        self._copies.close()
 
 
 class DiskReader:
-    """Reads one snapshot."""
+    """Reads one snapshot, straight into its targets. Any number of threads may read."""
 
     device = torch.device("cpu")
+    concurrent = True
 
     def __init__(self, manifest: Manifest) -> None:
         self._directory = Path(manifest.location)
-        self._files: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._files: dict[str, _File] = {}
         self._open = ExitStack()
         try:
             self._index: dict[str, list[str]] = json.loads((self._directory / INDEX_NAME).read_text())
@@ -97,23 +105,26 @@ class DiskReader:
             raise WeightUpdateError(f"tensor {entry.name!r} is not in the index of {self._directory}")
         file_name, stored_name = self._index[entry.name]
         try:
-            stored = self._file(file_name).get_tensor(stored_name)
-        except (OSError, SafetensorError) as error:
-            raise WeightUpdateError(f"tensor {entry.name!r}: {self._directory / file_name}: {error}") from error
-        if stored.dtype != target.dtype or stored.shape != target.shape:
-            raise WeightUpdateError(
-                f"tensor {entry.name!r}: {self._directory / file_name} holds {stored.dtype} {tuple(stored.shape)}, "
-                f"the manifest says {entry.dtype} {entry.shape}"
-            )
-        target.copy_(stored)
+            file = self._file(file_name)
+            stored = file.tensors[stored_name]
+            if (stored.dtype, stored.shape, stored.nbytes) != (entry.dtype, entry.shape, entry.nbytes):
+                raise WeightUpdateError(
+                    f"tensor {entry.name!r}: {self._directory / file_name} holds {stored.dtype} {stored.shape} in "
+                    f"{stored.nbytes} bytes, the manifest says {entry.dtype} {entry.shape} in {entry.nbytes}"
+                )
+            read_at(file.fd, target.reshape(-1).view(torch.uint8).numpy().data, stored.offset)
+        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+            raise WeightUpdateError(f"tensor {entry.name!r}: {self._directory / file_name}: {error!r}") from error
 
-    def _file(self, name: str) -> Any:
-        if name not in self._files:
-            if Path(name).name != name:
-                raise WeightUpdateError(f"{self._directory / INDEX_NAME} names a file elsewhere: {name!r}")
-            opened = safe_open(self._directory / name, framework="pt", device="cpu")
-            self._files[name] = self._open.enter_context(opened)
-        return self._files[name]
+    def _file(self, name: str) -> _File:
+        with self._lock:
+            if name not in self._files:
+                if Path(name).name != name:
+                    raise WeightUpdateError(f"{self._directory / INDEX_NAME} names a file elsewhere: {name!r}")
+                fd = os.open(self._directory / name, os.O_RDONLY | os.O_CLOEXEC)
+                self._open.callback(os.close, fd)
+                self._files[name] = _File(fd=fd, tensors=read_header(self._directory / name))
+            return self._files[name]
 
     def __enter__(self) -> Self:
         return self
@@ -125,57 +136,25 @@ class DiskReader:
         self._open.close()
 
 
-class _Shard:
-    """Tensors waiting to be written into one file; holds private copies, since the exporter reuses its buffer."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """A file of the snapshot, open for reading, and what its header says."""
 
-    def __init__(self, directory: Path, bucket_bytes: int) -> None:
-        self._directory = directory
-        self._bucket_bytes = bucket_bytes
-        self._waiting: dict[str, torch.Tensor] = {}
-        self._waiting_bytes = 0
-        self._files = 0
-
-    def add(self, entry: TensorEntry, tensor: torch.Tensor) -> str:
-        """Queue a tensor; return the name of the file that will hold it."""
-        if self._waiting and self._waiting_bytes + entry.nbytes > self._bucket_bytes:
-            self.flush()
-        self._waiting[entry.name] = tensor.detach().to("cpu", copy=True).contiguous()
-        self._waiting_bytes += entry.nbytes
-        return self._name()
-
-    def flush(self) -> None:
-        if not self._waiting:
-            return
-        path = self._directory / self._name()
-        save_file(self._waiting, path)
-        _flush(path)
-        self._waiting = {}
-        self._waiting_bytes = 0
-        self._files += 1
-
-    def _name(self) -> str:
-        return f"weights-{self._files:05d}.safetensors"
+    fd: int
+    tensors: Mapping[str, StoredTensor]
 
 
 def _write_files(
-    directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int
+    directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int, copies: HostCopies
 ) -> tuple[TensorEntry, ...]:
-    shard = _Shard(directory, bucket_bytes)
-    entries: list[TensorEntry] = []
-    index: dict[str, tuple[str, str]] = {}
-    placed: dict[str, tuple[str, str]] = {}
-    for name, tensor in tensors:
-        entry = tensor_entry(name, tensor)
-        entries.append(entry)
-        if entry.digest not in placed:
-            placed[entry.digest] = (shard.add(entry, tensor), name)
-        index[name] = placed[entry.digest]
-    shard.flush()
+    files = SnapshotFiles(directory, bucket_bytes)
+    entries = copies.export(tensors, files)
+    index = {entry.name: files.places[entry.digest] for entry in entries}
     path = directory / INDEX_NAME
     path.write_text(json.dumps(index, indent=1))
     _flush(path)
     _flush(directory)
-    return tuple(entries)
+    return entries
 
 
 def _flush(path: Path) -> None:

@@ -9,7 +9,9 @@ refused. Layout: a header page, then the buckets (``weights.buckets``). Tensors 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import threading
+from collections import deque
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Self
 
@@ -17,8 +19,8 @@ import torch
 
 from areal_like.api.weights import Manifest, TensorEntry, TransportKind
 from areal_like.errors import WeightUpdateError
-from areal_like.weights.buckets import Cursor, Piece, aligned_bucket_bytes
-from areal_like.weights.digest import byte_chunks, tensor_entry
+from areal_like.weights.buckets import Cursor, aligned_bucket_bytes
+from areal_like.weights.host_copies import HostCopies, HostCopy, Job
 from areal_like.weights.manifest import make_manifest
 from areal_like.weights.segment_layout import (
     HEADER_SIZE,
@@ -34,7 +36,9 @@ from areal_like.weights.segments import create_segment, open_segment, read_at, s
 class ShmWriter:
     """Owns the two segments of a run; the files go when it is closed."""
 
-    def __init__(self, run_id: str, *, bucket_bytes: int) -> None:
+    def __init__(self, run_id: str, *, bucket_bytes: int, copies: HostCopies | None = None) -> None:
+        """``copies``: what takes the tensors through host memory, the writer's own; made to suit without."""
+        self._copies = copies or HostCopies()
         self._bucket_bytes = aligned_bucket_bytes(bucket_bytes)
         self._names = tuple(segment_name(run_id, f"weights-{turn}") for turn in range(2))
         self._fds: list[int | None] = [None, None]
@@ -56,16 +60,7 @@ class ShmWriter:
     def _fill(self, turn: int, version: int, incarnation: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
         fd = self._open(turn)
         self._seal(fd, incarnation, UNFINISHED, "")
-        cursor = Cursor(bucket_bytes=self._bucket_bytes)
-        entries: list[TensorEntry] = []
-        placed: set[tuple[str, str]] = set()
-        for name, tensor in tensors:
-            entry = tensor_entry(name, tensor)
-            entries.append(entry)
-            if content_key(entry) not in placed:
-                placed.add(content_key(entry))
-                pieces, cursor = cursor.place(entry.nbytes)
-                _write_pieces(fd, tensor, pieces, self._bucket_bytes)
+        entries = self._copies.export(tensors, _Segment(fd, self._bucket_bytes))
         manifest = make_manifest(version, incarnation, TransportKind.SHM, self._names[turn], entries)
         self._seal(fd, incarnation, version, manifest.digest)
         return manifest
@@ -82,6 +77,7 @@ class ShmWriter:
 
     def close(self) -> None:
         """Remove both segments. Servers that still read one keep it until they close it."""
+        self._copies.close()
         for turn, fd in enumerate(self._fds):
             if fd is not None:
                 os.close(fd)
@@ -89,10 +85,57 @@ class ShmWriter:
                 self._fds[turn] = None
 
 
+class _Segment:
+    """The medium of one write: gives tensors their places, and has one thread at a time write.
+
+    The file system locks a whole file for each write: a second writer would only wait, where it can hash meanwhile.
+    """
+
+    collects = False
+
+    def __init__(self, fd: int, bucket_bytes: int) -> None:
+        self._fd = fd
+        self._cursor = Cursor(bucket_bytes=bucket_bytes)
+        self._placed: set[tuple[str, str]] = set()
+        self._lock = threading.Lock()
+        self._unwritten: deque[tuple[HostCopy, int]] = deque()
+        self._writing = False
+
+    def place(self, copy: HostCopy, entry: TensorEntry) -> tuple[Job, ...]:
+        """See :meth:`Medium.place`."""
+        known = content_key(entry) in self._placed
+        self._placed.add(content_key(entry))
+        if known or not entry.nbytes:
+            copy.release()
+            return ()
+        pieces, self._cursor = self._cursor.place(entry.nbytes)
+        position = file_position(pieces[0], self._cursor.bucket_bytes)  # buckets follow each other without a gap
+        with self._lock:
+            self._unwritten.append((copy, position))
+            begin, self._writing = not self._writing, True
+        return (self._write,) if begin else ()
+
+    def finish(self) -> tuple[Job, ...]:
+        """See :meth:`Medium.finish`."""
+        return ()
+
+    def _write(self) -> None:
+        while True:
+            with self._lock:
+                if not self._unwritten:
+                    self._writing = False
+                    return
+                copy, position = self._unwritten.popleft()
+            for part in copy.parts:
+                write_at(self._fd, part.data, position + part.start)
+                part.release()
+
+
 class ShmReader:
-    """Reads one version out of a segment, and refuses once the segment holds another."""
+    """Reads one version out of a segment, in any number of threads; refuses once the segment holds another."""
 
     device = torch.device("cpu")
+    concurrent = True
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -146,17 +189,3 @@ class ShmReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self._fd)
-
-
-def _write_pieces(fd: int, tensor: torch.Tensor, pieces: Sequence[Piece], bucket_bytes: int) -> None:
-    """Chunks come off the tensor's device, pieces cut them at bucket boundaries."""
-    start = 0
-    for chunk in byte_chunks(tensor):
-        end = start + len(chunk)
-        for piece in pieces:
-            first = max(start, piece.tensor_offset)
-            last = min(end, piece.tensor_offset + piece.nbytes)
-            if first < last:
-                position = file_position(piece, bucket_bytes) + first - piece.tensor_offset
-                write_at(fd, chunk[first - start : last - start], position)
-        start = end
