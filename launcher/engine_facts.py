@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import areal_like
+from areal_like.api.weights import TransportKind
 from areal_like.config.experiment import ExperimentConfig
 from areal_like.errors import ConfigError
 from areal_like.inference.backends import ENGINES, get_backend, get_engine
@@ -27,6 +29,18 @@ class EngineFacts:
 def default_python(name: str) -> str:
     """Where ``make engines`` puts an engine."""
     return str(Path(f".venv-{name}") / "bin" / "python")
+
+
+def engine_pythons(name: str, named: str | None = None) -> list[str]:
+    """Interpreters of the environments to look into for an engine: ``named`` first, then every ``.venv-<name>*`` here.
+
+    Where there is none at all, the one that ``make engines`` would make.
+    """
+    here = map(str, sorted(Path().glob(f".venv-{name}*/bin/python"), key=lambda path: path.parts))
+    found: dict[str, str] = {}
+    for path in [*([named] if named else []), *here]:
+        found.setdefault(os.path.abspath(path), path)  # not resolved: every environment's links to the same program
+    return list(found.values()) or [default_python(name)]
 
 
 def find_engine(name: str, python: str | None = None) -> EngineFacts:
@@ -57,8 +71,8 @@ def find_experiments_engine(config: ExperimentConfig) -> EngineFacts:
     return find_engine(name, config.rollout.python)
 
 
-def described(facts: EngineFacts) -> Mapping[str, str]:
-    """Rows of a table."""
+def described(facts: EngineFacts, *, gpus: int) -> Mapping[str, str]:
+    """Rows of a table, on a machine with ``gpus``."""
     found = facts.capabilities
     if found is None:
         return {"engine": f"{facts.name} at {facts.where}", "state": facts.trouble}
@@ -67,7 +81,13 @@ def described(facts: EngineFacts) -> Mapping[str, str]:
         "engine": f"{found.engine} {found.version} at {facts.where}",
         "version of each token": "told by the engine" if found.spans else "from the client's segments",
         "interrupts": ", ".join(sorted(found.interrupts)) + (f" ({missing})" if missing else ""),
-        "transports": ", ".join(sorted(found.transports)),
+        "transports": _transports(found, gpus),
         "seeded answers": f"{found.seeds}, if no commit cuts them",
         "memory release": found.memory or "no",
     }
+
+
+def _transports(found: Capabilities, gpus: int) -> str:
+    usable = found.transports if gpus else found.transports - {TransportKind.IPC}
+    missing = " (ipc needs a GPU)" if usable != found.transports else ""
+    return ", ".join(sorted(usable)) + missing

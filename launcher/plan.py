@@ -104,7 +104,7 @@ def render_plan(config: ExperimentConfig, machine: Machine, rows: int | None) ->
         _process_table(config, planned, machine),
         pairs("Batch", _batch_rows(batch_arithmetic(config, rows))),
         pairs(f"Staleness (η = {config.rollout.max_head_offpolicyness})", _staleness_rows(config)),
-        pairs("Engine", described(find_experiments_engine(config))),
+        pairs("Engine", described(find_experiments_engine(config), gpus=machine.gpus)),
         pairs("Weights and files", _file_rows(config)),
         pairs("Versions", _versions()),
     )

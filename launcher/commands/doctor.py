@@ -15,9 +15,10 @@ from rich.console import Console
 from areal_like.config.backend import BackendSpec
 from areal_like.config.load import load_config
 from areal_like.config.rollout import ROLLOUT_BACKENDS
+from areal_like.inference.backends import ENGINES
 from areal_like.weights.segments import segment_directory
 from launcher.devices import Machine, this_machine
-from launcher.engine_facts import EngineFacts, described, find_engine
+from launcher.engine_facts import EngineFacts, described, engine_pythons, find_engine
 from launcher.plan import pairs
 
 #: columns where the output is no terminal
@@ -26,21 +27,28 @@ _PACKAGES = ("areal-like", "torch", "transformers", "numpy", "pyzmq", "fastapi",
 
 
 def run(arguments: argparse.Namespace) -> int:
-    pythons: dict[str, str | None] = dict.fromkeys(ROLLOUT_BACKENDS)
+    named: dict[str, str | None] = dict.fromkeys(ROLLOUT_BACKENDS)
     if arguments.experiment is not None:
         config = load_config(arguments.experiment)
-        pythons[config.rollout.spec.name] = config.rollout.python
+        named[config.rollout.spec.name] = config.rollout.python
     console = Console()
     if not console.is_terminal:
         console = Console(width=_FILE_WIDTH)
     machine = this_machine()
-    engines = [find_engine(name, python) for name, python in pythons.items()]
+    engines = [facts for name, python in named.items() for facts in _found(name, python)]
     console.print(pairs("Machine", _machine_rows(machine)))
     console.print(pairs("Packages", {name: _version(name) for name in _PACKAGES}))
     for facts in engines:
-        console.print(pairs(f"Engine {facts.name}", described(facts)))
+        console.print(pairs(f"Engine {facts.name}", described(facts, gpus=machine.gpus)))
     console.print(pairs("Can run", _verdicts(machine, engines)))
     return 0
+
+
+def _found(name: str, python: str | None) -> list[EngineFacts]:
+    """An engine, in each environment of its own."""
+    return (
+        [find_engine(name, path) for path in engine_pythons(name, python)] if name in ENGINES else [find_engine(name)]
+    )
 
 
 def _machine_rows(machine: Machine) -> Mapping[str, str]:
@@ -57,14 +65,17 @@ def _machine_rows(machine: Machine) -> Mapping[str, str]:
 
 
 def _verdicts(machine: Machine, engines: list[EngineFacts]) -> Mapping[str, str]:
-    """Whether an experiment with each engine would start, and as what."""
-    where = f"{machine.gpus} GPUs" if machine.gpus else "the CPU"
-    return {
-        str(BackendSpec(name=facts.name)): (
-            f"yes, on {where}" if facts.capabilities else f"no: {facts.trouble} (make engines, or rollout.python)"
-        )
-        for facts in engines
-    }
+    """Whether an experiment with each engine would start, on what, and with which of its environments."""
+    names = dict.fromkeys(facts.name for facts in engines)
+    return {str(BackendSpec(name=name)): _verdict(machine, [f for f in engines if f.name == name]) for name in names}
+
+
+def _verdict(machine: Machine, found: list[EngineFacts]) -> str:
+    on = f"{machine.gpus} GPUs" if machine.gpus else "the CPU"
+    usable = [facts.where for facts in found if facts.capabilities]
+    if not usable:
+        return f"no: {found[0].trouble} (make engines, or rollout.python)"
+    return f"yes, on {on}" + (f", with {' or '.join(usable)}" if found[0].name in ENGINES else "")
 
 
 def _version(package: str) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +17,9 @@ from areal_like.errors import ConfigError
 from areal_like.inference.backends import ENGINES, get_engine
 from launcher.checks import attach_warnings, check_engine
 from launcher.child import TOKEN_VARIABLE
+from launcher.cli import main
 from launcher.devices import Machine
-from launcher.engine_facts import described, find_engine, find_experiments_engine
+from launcher.engine_facts import described, engine_pythons, find_engine, find_experiments_engine
 from launcher.engines import engine_spec, server_part, servers_token
 from launcher.processes import INFERENCE, plan_processes
 
@@ -138,7 +141,7 @@ def test_other_keys_that_servers_of_others_never_see_are_named_in_a_warning(expe
 
 
 def test_what_an_old_engine_lacks_is_told_with_the_version_that_has_it(python: str) -> None:
-    rows = described(find_engine("vllm", python))
+    rows = described(find_engine("vllm", python), gpus=1)
     assert rows["engine"] == f"vLLM 0.28.0 at {python}"
     assert "interrupt=keep needs vLLM >= 0.32" in rows["interrupts"]
     assert "vllm.enable_sleep_mode" in rows["memory release"]
@@ -157,4 +160,41 @@ def test_an_interpreter_that_is_none_is_told_with_what_to_name(
 def test_an_environment_that_is_missing_is_no_error() -> None:
     facts = find_engine("vllm", os.path.join("no", "python"))
     assert facts.capabilities is None
-    assert "no/python" in described(facts)["state"]
+    assert "no/python" in described(facts, gpus=0)["state"]
+
+
+@pytest.mark.parametrize("name", ["embedded", "vllm"])
+def test_what_needs_a_gpu_is_not_promised_without_one(python: str, name: str) -> None:
+    facts = find_engine(name, python)
+    assert described(facts, gpus=0)["transports"] == "collective, disk, shm (ipc needs a GPU)"
+    assert described(facts, gpus=1)["transports"] == "collective, disk, ipc, shm"
+
+
+def test_every_environment_that_is_here_is_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert engine_pythons("vllm") == [".venv-vllm/bin/python"]  # where make engines would put it
+    for folder in (".venv-vllm-0.26", ".venv-vllm", ".venv-sglang-main", "elsewhere", ".venv-vllm-broken"):
+        (tmp_path / folder / "bin").mkdir(parents=True)
+        if not folder.endswith("broken"):
+            (tmp_path / folder / "bin" / "python").symlink_to(sys.executable)
+    both = [".venv-vllm/bin/python", ".venv-vllm-0.26/bin/python"]
+    assert engine_pythons("vllm") == both
+    assert engine_pythons("sglang") == [".venv-sglang-main/bin/python"]
+    assert engine_pythons("vllm", "elsewhere/bin/python") == ["elsewhere/bin/python", *both]
+    assert engine_pythons("vllm", f"{tmp_path}/.venv-vllm/bin/python") == [f"{tmp_path}/.venv-vllm/bin/python", both[1]]
+
+
+def test_the_doctor_shows_each_environment_and_which_of_them_would_do(
+    python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in (".venv-vllm", ".venv-vllm-next"):
+        (tmp_path / folder / "bin").mkdir(parents=True)
+    (tmp_path / ".venv-vllm" / "bin" / "python").symlink_to(sys.executable)  # an environment without vLLM
+    os.symlink(python, tmp_path / ".venv-vllm-next" / "bin" / "python")
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "vLLM 0.28.0 at .venv-vllm-next/bin/python" in out
+    assert "vllm at .venv-vllm/bin/python" in out
+    assert re.search(r"vllm:d1 +│ yes, on .*, with \.venv-vllm-next/bin/python ", out)
+    assert re.search(r"sglang:d1 +│ no: rollout.python", out)
