@@ -3,14 +3,14 @@
 ``start`` touches nothing; ``update`` checks the manifest and begins to fetch; ``status`` tells how that goes on;
 ``finish`` loads: layer-wise reload, as vLLM's engines do, then the tied head, whose packed copy a CPU keeps as it was.
 
-What comes from GPU to GPU is received by vLLM's own engines (``native``) in ``finish``, straight into the loader, or,
-once it is known where that puts each tensor, straight into the live parameters (``reloading``).
+What comes from GPU to GPU is received by vLLM's own engines (``native``) in ``finish``, straight into the loader. Once
+it is known where that puts each tensor, a GPU's worker copies straight into the live parameters (``reloading``).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,22 +24,23 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from areal_like.api.weights import Manifest
-from areal_like.errors import WeightUpdateError
+from areal_like.api.weights import Manifest, TensorEntry
 from areal_like.inference.vllm_plugin import native
 from areal_like.inference.vllm_plugin.delivery import Delivery, Source, open_delivery
+from areal_like.inference.vllm_plugin.device_memory import CudaMemory
+from areal_like.inference.vllm_plugin.host_staging import HostStaging
+from areal_like.inference.vllm_plugin.loading import COMPARED_BYTES, check_arrived, load_copy
 from areal_like.inference.vllm_plugin.parts import Parts
 from areal_like.inference.vllm_plugin.receiver import Receiver, Staged
-from areal_like.inference.vllm_plugin.recorder import Recorder, comparable, first_difference
+from areal_like.inference.vllm_plugin.recorder import Recorder, comparable
 from areal_like.inference.vllm_plugin.reloading import InPlace, put_back, reloaded
 from areal_like.weights.checkpoint import HEAD, Expected
 from areal_like.weights.device_digest import DeviceDigests
 from areal_like.weights.nccl import NcclGroups
+from areal_like.weights.parallel import host_threads
 from areal_like.weights.transports.ipc import SharedBuckets
 from areal_like.weights.transports.seat import Membership
 
-#: parameters up to this size are read back after loading: norms and biases, some in every layer
-_COMPARED_BYTES = 2**20
 #: seconds until all members of a group between GPUs have joined it
 _JOIN_TIMEOUT = 60.0
 #: seconds for a group whose device has nothing left to do
@@ -68,8 +69,14 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config: WeightTransferConfig, *arguments: Any, **named: Any) -> None:
         super().__init__(config, *arguments, **named)
-        on_gpu = self.device.type == "cuda"
-        self._receiver = Receiver(self.device, self._deliver if on_gpu else None)
+        self._in_place: InPlace | None = None
+        if self.device.type == "cuda":
+            self._in_place = InPlace(self.model, self.vllm_config)
+            memory = CudaMemory(self.device)
+            host = HostStaging(memory, threads=host_threads(), held_back=self._held_back())
+            self._receiver = Receiver(self.device, self._deliver, host)
+        else:
+            self._receiver = Receiver(self.device)
         self._membership: Membership | None = None
         self._server = ""
         self._digests: DeviceDigests | None = None
@@ -78,7 +85,6 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._loaded_seconds = 0.0
         self._damaged = False
         self._comparable: frozenset[str] | None = None
-        self._in_place: InPlace | None = None
         self._parts = Parts()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -97,6 +103,7 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         manifest = Manifest.model_validate_json(update_info.manifest)
         self._server = update_info.server
         self._receiver.stage(manifest, self._expect(), newest=self._newest())
+        self._prepare(manifest)
 
     def finish_weight_update(self) -> None:
         """Load what is staged. From the first layer on, a failure leaves the model damaged until the next whole load.
@@ -109,17 +116,12 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if staged.delivery is not None:
             self._receive(staged.manifest, staged.delivery)
         else:
-            self._damaged = True
-            try:
-                _load(self.model, self.model_config, staged, self._parts)
-            except BaseException:
-                put_back(self.model)
-                raise
+            self._load(staged)
         self._damaged = False
         self._loaded, self._loaded_seconds = staged.manifest, staged.seconds
 
     def shutdown(self) -> None:
-        self._receiver.discard()
+        self._receiver.close()
         if self._membership is not None:
             self._membership.leave()
 
@@ -160,11 +162,39 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._digests = DeviceDigests(self.device)
             native.load_engines()
         self._digests.reserve(max(entry.nbytes for entry in manifest.tensors))
-        if self._in_place is None:
-            self._in_place = InPlace(self.model, self.vllm_config)
-        held_back = self._held_back()
-        self._in_place.prepare([entry for entry in manifest.tensors if entry.name not in held_back])
+        self._prepare(manifest)
         return open_delivery(manifest, self._member, self.device)
+
+    def _prepare(self, manifest: Manifest) -> None:
+        """Find out, once and before any pause, where the loader puts each tensor of ``manifest``: it fits the model."""
+        if self._in_place is not None:
+            self._in_place.prepare(self._travelling(manifest))
+
+    def _load(self, staged: Staged) -> None:
+        """What came through host memory."""
+        self._damaged = True
+        manifest, held_back, parts, in_place = staged.manifest, self._held_back(), self._parts, self._in_place
+        placement = in_place.loader(self._travelling(manifest)) if in_place is not None else None
+        way = reloaded(self.model, self.model_config, tied=self._tied(), parts=parts)
+        try:
+            load_copy(
+                self.model, staged.copy, held_back=held_back, reloading=way, wait=self._wait, parts=parts,
+                placement=placement,
+            )  # fmt: skip
+            if in_place is not None:
+                in_place.prove_by(manifest, held_back, staged.copy)
+            parts.end("check")
+        except BaseException:
+            self._wait()  # what was staged is given back, and must not be read any more
+            put_back(self.model)
+            raise
+        finally:
+            staged.copy.release()
+            parts.end("release")
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _member(self) -> Membership:
         if self._membership is None:
@@ -199,8 +229,8 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         assert self._digests is not None and self._in_place is not None
         held_back, parts = self._held_back(), self._parts
         if self._comparable is None:
-            self._comparable = comparable(self.model, _COMPARED_BYTES)
-        in_place = self._in_place.loader([entry for entry in manifest.tensors if entry.name not in held_back])
+            self._comparable = comparable(self.model, COMPARED_BYTES)
+        in_place = self._in_place.loader(self._travelling(manifest))
         loader = self.model if in_place is None else in_place
         way = reloaded(self.model, self.model_config, tied=self._tied(), parts=parts)
         recorder = Recorder(loader, self._digests, kept=self._comparable, held_back=held_back)
@@ -216,7 +246,7 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 parts.end("verify")
         finally:
             recorder.drop()
-        _check_arrived(self.model, recorder.copies, recorder.loaded, tied=self._tied())
+        check_arrived(self.model, recorder.copies, recorder.loaded, held_back)
         self._in_place.prove(manifest, held_back, self._digests)
         parts.end("check")
 
@@ -224,8 +254,12 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
 
     def _held_back(self) -> frozenset[str]:
-        """Tensors that the loader must not see: a head that is the embedding."""
         return frozenset({HEAD}) if self._tied() else frozenset()
+
+    def _travelling(self, manifest: Manifest) -> list[TensorEntry]:
+        """What the loader is given."""
+        held = self._held_back()
+        return [entry for entry in manifest.tensors if entry.name not in held]
 
     def _newest(self) -> tuple[int, int]:
         return (self._loaded.incarnation, self._loaded.version) if self._loaded else (-1, -1)
@@ -234,33 +268,3 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._expected is None:
             self._expected = Expected.of(Path(self.model_config.model), tied=self._tied())
         return self._expected
-
-
-def _load(model: Any, model_config: Any, staged: Staged, parts: Parts) -> None:
-    """Reload ``model`` (a torch module with vLLM's ``load_weights``).
-
-    Raises:
-        WeightUpdateError: a tensor did not arrive.
-    """
-    tied = bool(getattr(model_config.hf_config, "tie_word_embeddings", False))
-    travelling = {name: tensor for name, tensor in staged.tensors.items() if not (tied and name == HEAD)}
-    with torch.no_grad(), reloaded(model, model_config, tied=tied, parts=parts):
-        loaded = model.load_weights(iter(travelling.items()))
-        parts.end("load")
-    small = {name: tensor for name, tensor in travelling.items() if tensor.nbytes <= _COMPARED_BYTES}
-    _check_arrived(model, small, loaded, tied=tied)
-    parts.end("check")
-
-
-def _check_arrived(
-    model: torch.nn.Module, sent: Mapping[str, torch.Tensor], loaded: set[str] | None, *, tied: bool
-) -> None:
-    """Every parameter was named by the loader; those of ``sent`` that keep their checkpoint's form are compared."""
-    parameters = dict(model.named_parameters())
-    if loaded is not None:
-        missed = sorted(parameters.keys() - loaded - ({HEAD} if tied else set()))
-        if missed:
-            raise WeightUpdateError(f"parameters {missed[:4]} were not loaded although every tensor came")
-    odd = first_difference(parameters, sent)
-    if odd:
-        raise WeightUpdateError(f"tensor {odd!r} was loaded, and the model's parameter differs from it")

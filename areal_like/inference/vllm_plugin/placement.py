@@ -6,8 +6,8 @@ most of the pause of a server whose weights come at the speed of NVLink. Where t
 
 * :func:`trace` runs ``load_weights`` over tensors on the meta device and notes each ``copy_`` instead of doing it.
   A loader that does anything else with a tensor, or leaves a part of a parameter alone, has no :class:`Placement`.
-* The caller loads one version as vLLM does, and sees by :meth:`Placement.digests` that its bytes lie where the
-  placement says. From then on :meth:`Placement.load_weights` may stand in for the loader.
+* The caller loads one version as vLLM does, and sees by :meth:`Placement.digests` or :meth:`Placement.first_difference`
+  that its bytes lie where the placement says. From then on :meth:`Placement.load_weights` may stand in for the loader.
 
 Parameters that are made anew after loading (packed, quantised, absorbed) are not what the loader fills: whether a
 model has such is for the caller to know (``reloading.copies_alone``). Free of vLLM.
@@ -25,6 +25,8 @@ from areal_like.api.weights import TensorEntry
 from areal_like.weights.device_digest import DeviceDigests
 from areal_like.weights.digest import parse_dtype
 
+#: bytes that are compared at a time
+_COMPARED_BYTES = 16 * 2**20
 _COPY = torch.ops.aten.copy_.default
 #: a constant is written where no tensor belongs, such as rows that fill a vocabulary up: it is there already
 _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
@@ -60,6 +62,32 @@ class Placement:
         if came:
             torch._foreach_copy_([self._places[name] for name in came], list(came.values()), non_blocking=True)
         return set(self._loaded) or None
+
+    def load_parts(self, name: str, tensor: torch.Tensor, parts: Iterable[tuple[int, int]]) -> None:
+        """Copy one tensor, range of bytes by range, on the current stream: for host memory that allows no other way."""
+        place = self._places[name]
+        if not place.is_contiguous():
+            place.copy_(tensor.clone())
+            return
+        target, source = _bytes(place), _bytes(tensor)
+        for start, end in parts:
+            target[start:end].copy_(source[start:end], non_blocking=True)
+
+    def first_difference(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+        """The first of ``tensors`` (on any device) that is not, byte for byte, in its place; empty where all are.
+
+        Waits for the device once, and needs the memory of three chunks there.
+        """
+        names: list[str] = []
+        same: list[torch.Tensor] = []
+        for name, tensor in tensors:
+            live, sent = _bytes(self._places[name]), _bytes(tensor)
+            for start in range(0, live.numel(), _COMPARED_BYTES):
+                part = live[start : start + _COMPARED_BYTES]
+                same.append((part == sent[start : start + _COMPARED_BYTES].to(part.device)).all())
+                names.append(name)
+        found = torch.stack(same).tolist() if same else []
+        return next((name for name, equal in zip(names, found, strict=True) if not equal), "")
 
     def digests(self, digests: DeviceDigests) -> dict[str, str]:
         """Of each tensor, by name, as the live parameters hold it. Waits for the device."""
@@ -131,6 +159,11 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in self.places:
             raise NotPlaceable(f"its loader copies {name!r} twice")
         self.places[name] = target.detach()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 [nbytes]; a view where ``tensor`` is contiguous."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _storage(tensor: torch.Tensor) -> int:

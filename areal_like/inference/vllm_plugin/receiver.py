@@ -5,7 +5,8 @@
                 +--> failed +--> discarded: idle
 
 A thread that fetches cannot be stopped from outside while it waits for a trainer that hangs. It is never joined: each
-staging has a number, and a thread whose number is over drops what it got. Free of vLLM.
+staging has a number, and a thread whose number is over drops what it got. Whoever takes a version releases it.
+Free of vLLM.
 """
 
 from __future__ import annotations
@@ -13,40 +14,51 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from areal_like.api.weights import Manifest
 from areal_like.errors import ArealLikeError, StaleCommand, WeightUpdateError
 from areal_like.inference.vllm_plugin.delivery import Delivery
+from areal_like.inference.vllm_plugin.host_copy import HostCopy
+from areal_like.inference.vllm_plugin.host_staging import HostStaging
 from areal_like.weights.checkpoint import Expected
-from areal_like.weights.digest import parse_dtype, tensor_digest
 from areal_like.weights.manifest import check_manifest
-from areal_like.weights.transports.base import make_reader, stays_on_gpus
+from areal_like.weights.transports.base import stays_on_gpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """A version, ready to be loaded: ``tensors`` whose bytes have the digests that the manifest says, or a
+    """A version, ready to be loaded: a ``copy`` whose bytes have the digests that the manifest says, or a
     ``delivery`` that brings them from GPU to GPU once the scheduler is paused, and is verified then.
     """
 
     manifest: Manifest
-    tensors: Mapping[str, torch.Tensor]
     seconds: float
+    copy: HostCopy = field(default_factory=HostCopy)
     delivery: Delivery | None = None
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return self.copy.tensors
 
 
 class Receiver:
     """One worker's staging. Methods are called by the worker's thread; ``staged`` and ``error`` come from another."""
 
     def __init__(
-        self, device: torch.device | None = None, deliver: Callable[[Manifest], Delivery] | None = None
+        self,
+        device: torch.device | None = None,
+        deliver: Callable[[Manifest], Delivery] | None = None,
+        host: HostStaging | None = None,
     ) -> None:
-        """``device``: where the worker computes. ``deliver``: how a version comes from GPU to GPU."""
+        """``device``: where the worker computes. ``deliver``: how a version comes from GPU to GPU; ``host``: how it
+        comes through host memory (one thread and pageable memory without).
+        """
         self._device = device
         self._deliver = deliver
+        self._host = host or HostStaging()
         self._delivery: Delivery | None = None
         self._lock = threading.Lock()
         self._number = 0
@@ -114,17 +126,25 @@ class Receiver:
 
     def discard(self) -> None:
         """Forget what is staged or being staged; a thread that still fetches ends for itself."""
-        delivery = self._clear()
+        staged, delivery = self._clear()
         if delivery is not None:
             delivery.leave()
+        if staged is not None:
+            staged.copy.release()
 
-    def _clear(self) -> Delivery | None:
+    def close(self) -> None:
+        """Forget what is staged, and give the memory back that is kept over versions."""
+        self.discard()
+        self._host.close()
+
+    def _clear(self) -> tuple[Staged | None, Delivery | None]:
         with self._lock:
             self._number += 1
-            self._manifest = self._staged = None
+            staged, self._staged = self._staged, None
+            self._manifest = None
             self._error = ""
             delivery, self._delivery = self._delivery, None
-            return delivery
+            return staged, delivery
 
     def _delivery_of(self, manifest: Manifest) -> Delivery | None:
         if not stays_on_gpus(manifest):
@@ -135,7 +155,7 @@ class Receiver:
 
     def _fetch(self, manifest: Manifest, number: int, delivery: Delivery | None) -> None:
         started = time.perf_counter()
-        tensors: Mapping[str, torch.Tensor] = {}
+        copy = HostCopy()
         error = ""
         try:
             if self._device is not None and self._device.type == "cuda":
@@ -143,38 +163,17 @@ class Receiver:
             if delivery is not None:
                 delivery.prepare()
             else:
-                tensors = self._read(manifest, number)
+                copy = self._host.fetch(manifest, lambda: self._number != number)
         except ArealLikeError as failure:
             error = str(failure)
         except Exception as failure:  # the thread's last frame: what is not caught here would be lost
             error = f"{type(failure).__name__}: {failure}"
         with self._lock:
-            if self._number != number:
-                return
-            if error:
+            wanted = self._number == number
+            if wanted and error:
                 self._error = f"version {manifest.version}: {error}"
-            else:
+            elif wanted:
                 seconds = time.perf_counter() - started
-                self._staged = Staged(manifest=manifest, tensors=tensors, seconds=seconds, delivery=delivery)
-
-    def _read(self, manifest: Manifest, number: int) -> Mapping[str, torch.Tensor]:
-        """Every tensor in host memory, verified; some of them where nobody wants them any more.
-
-        Raises:
-            WeightUpdateError: one is damaged, or the source is gone.
-        """
-        tensors: dict[str, torch.Tensor] = {}
-        with make_reader(manifest) as reader:
-            for entry in manifest.tensors:
-                target = torch.empty(entry.shape, dtype=parse_dtype(entry.dtype))
-                reader.read_into(entry, target)
-                found = tensor_digest(target)
-                if found != entry.digest:
-                    raise WeightUpdateError(
-                        f"tensor {entry.name!r}: its bytes have digest {found}, the manifest says {entry.digest}; "
-                        "they were damaged or overwritten on the way"
-                    )
-                tensors[entry.name] = target
-                if self._number != number:
-                    break
-        return tensors
+                self._staged = Staged(manifest=manifest, seconds=seconds, copy=copy, delivery=delivery)
+        if not wanted:
+            copy.release()

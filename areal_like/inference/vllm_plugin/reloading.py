@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from areal_like.api.weights import Manifest, TensorEntry
+from areal_like.inference.vllm_plugin.host_copy import HostCopy
 from areal_like.inference.vllm_plugin.parts import Parts
 from areal_like.inference.vllm_plugin.placement import NotPlaceable, Placement, trace
 from areal_like.weights.device_digest import DeviceDigests
@@ -75,12 +76,29 @@ class InPlace:
 
     def prove(self, manifest: Manifest, held_back: frozenset[str], digests: DeviceDigests) -> None:
         """The model has just loaded ``manifest`` by itself: is it where the placement says? Waits for the device."""
-        placement = self._placement
         entries = [entry for entry in manifest.tensors if entry.name not in held_back]
-        if self._proved or placement is None or not placement.fits(entries):
+        placement = self._unproved(entries)
+        if placement is not None:
+            found = placement.digests(digests)
+            self._judge(next((entry.name for entry in entries if found[entry.name] != entry.digest), ""))
+
+    def prove_by(self, manifest: Manifest, held_back: frozenset[str], copy: HostCopy) -> None:
+        """As :meth:`prove`, with the tensors themselves: those that the model has just loaded, verified before."""
+        placement = self._unproved([entry for entry in manifest.tensors if entry.name not in held_back])
+        if placement is None:
             return
-        found = placement.digests(digests)
-        wrong = next((entry.name for entry in entries if found[entry.name] != entry.digest), "")
+        try:
+            with torch.no_grad():
+                self._judge(placement.first_difference(copy.plain(held_back)))
+        except torch.OutOfMemoryError:
+            _LOG.warning("no room on the device to see whether weights can be copied in place; the next version tells")
+
+    def _unproved(self, entries: Sequence[TensorEntry]) -> Placement | None:
+        placement = self._placement
+        return None if self._proved or placement is None or not placement.fits(entries) else placement
+
+    def _judge(self, wrong: str) -> None:
+        """``wrong``: a tensor that is not where the placement says; empty if there is none."""
         if wrong:
             self._placement = None
             _LOG.warning("weights are loaded layer by layer: %r does not lie where its loader seems to put it", wrong)

@@ -49,6 +49,11 @@ class WeightReader(Protocol):
         """Where targets lie at best: the CPU, or the GPU that the bytes come to."""
         ...
 
+    @property
+    def concurrent(self) -> bool:
+        """``read_into`` may be called from several threads at once, and in any order."""
+        ...
+
     def read_into(self, entry: TensorEntry, target: torch.Tensor) -> None:
         """Fill ``target`` (contiguous, on ``device``, of the entry's dtype and shape) with the entry's bytes.
 

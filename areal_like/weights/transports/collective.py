@@ -147,6 +147,7 @@ class CollectiveReader:
     """A server's end for one version. Buckets arrive in order, so tensors must be asked for in the manifest's order."""
 
     device = torch.device("cpu")
+    concurrent = False
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest

@@ -213,6 +213,8 @@ def share_bucket(bucket: torch.Tensor) -> BucketHandle:
 class IpcReader:
     """A server's end for one version: copies on the GPU."""
 
+    concurrent = False
+
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
         shared = SharedBuckets.parse(manifest.location)
         shared.check_gpu(gpu_name(device))

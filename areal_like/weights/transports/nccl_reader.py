@@ -17,6 +17,8 @@ from areal_like.weights.transports.seat import Membership, Seat
 class NcclReader:
     """A server's end for one version. It holds the whole version on the GPU until it is closed."""
 
+    concurrent = False
+
     def __init__(self, manifest: Manifest, membership: Membership) -> None:
         """Receives; the group lasts for this version. Raises WeightUpdateError."""
         self.device = membership.device
