@@ -181,6 +181,7 @@ class VllmControl:
         if part is MemoryPart.KV_CACHE and (await self._workers.status(timeout=timeout)).damaged:
             raise WeightUpdateError(f"{self._name}: its weights are half-loaded; only a whole update can mend it")
         if await self._memory.reclaim(part, timeout=timeout):
+            self._memory.reclaimed(part, await self._workers.status(timeout=timeout))
             await self._run(timeout=timeout)
 
     async def aclose(self) -> None:

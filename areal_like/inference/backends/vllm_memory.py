@@ -4,13 +4,15 @@ What vLLM does badly, and what is done about it here (read on 0.32): its default
 server is refused, and ``mode=wait`` covers those that come in between; ``/resume`` runs a server whose KV cache is out,
 which ends it, so what is out is remembered here; the last ``/wake_up`` runs the server by itself, on weights that may
 be nobody's, so it waits for a whole update; on CPUs both calls answer 200 and do nothing, so they are refused. A
-server that an earlier run has left asleep answers as if it were paused: its workers say what is out.
+server that an earlier run has left asleep answers as if it were paused: its workers say what is out. A sleep that fails
+inside (memory that somebody else took meanwhile counts as such) leaves memory out of which the engine knows nothing:
+``/wake_up`` answers 200 then, and does nothing.
 """
 
 from __future__ import annotations
 
 from areal_like.client.memory import MemoryPart
-from areal_like.errors import RequestError
+from areal_like.errors import RequestError, WeightUpdateError
 from areal_like.inference.backends.http_control import EngineHttp
 from areal_like.inference.backends.memory import LentMemory
 from areal_like.inference.backends.vllm_workers import WorkerStatus
@@ -52,9 +54,21 @@ class VllmMemory:
         return True
 
     async def reclaim(self, part: MemoryPart, *, timeout: float) -> bool:
-        """Whether anything was taken back now. vLLM runs again by itself with the last part."""
+        """Whether the workers were told to take ``part`` back now. vLLM runs again by itself with the last part."""
         if not self.lent.check_reclaim(part):
             return False
         await self._http.text("POST", f"/wake_up?tags={part}", timeout=timeout)
-        self.lent.reclaimed(part)
         return True
+
+    def reclaimed(self, part: MemoryPart, status: WorkerStatus) -> None:
+        """``status``: what the workers say after that.
+
+        Raises:
+            WeightUpdateError: it is still out.
+        """
+        if part in status.asleep:
+            raise WeightUpdateError(
+                f"{self._name}: vLLM says that it took back {part}, and its workers have not: their release had failed "
+                "half-way; restart the server"
+            )
+        self.lent.reclaimed(part)

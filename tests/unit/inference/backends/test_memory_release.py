@@ -257,6 +257,23 @@ async def test_a_release_that_broke_counts_as_one(lender: Lender) -> None:
     assert lender.device.runs
 
 
+async def test_memory_that_vllm_only_says_it_took_back_is_no_memory() -> None:
+    """Its sleep failed inside, so that the engine thinks it is awake: ``/wake_up`` answers 200, and does nothing."""
+    device = Device(breaks=True)
+    fake = LendingVllm(device=device)
+    fake.status.update(sleeps=True)
+    async with connected(fake) as control:
+        lender = Lender("vllm", device, control, fake, manifest)
+        await lender.update()
+        with pytest.raises(ServerUnavailable):
+            await lender.release()
+        fake.status.update(asleep=["kv_cache", "weights"])
+        with pytest.raises(WeightUpdateError, match=r"its workers have not: .*restart the server"):
+            await lender.reclaim(WEIGHTS)
+        with pytest.raises(WeightUpdateError, match="its memory for weights is released"):
+            await lender.update()
+
+
 @pytest.mark.parametrize("out", [["kv_cache", "weights"], ["kv_cache"]])
 async def test_a_vllm_that_another_run_left_asleep_is_not_run_and_not_loaded_into(out: list[str]) -> None:
     """A real one would end: it says that it is paused, and runs and loads as it is told."""
@@ -272,10 +289,12 @@ async def test_a_vllm_that_another_run_left_asleep_is_not_run_and_not_loaded_int
         if "weights" in out:
             with pytest.raises(WeightUpdateError, match="reclaim weights first"):
                 await lender.update()
+        fake.status.update(asleep=["kv_cache"])
         await lender.reclaim(WEIGHTS)
         await lender.update()
-        fake.status.update(asleep=["kv_cache"])  # an answer that was long on its way changes nothing
+        fake.status.update(asleep=[])
         await lender.reclaim(KV_CACHE)
+        fake.status.update(asleep=["kv_cache"])  # an answer that was long on its way changes nothing
         await control.health(timeout=10)
         await lender.update()
     assert (device.faults, device.out, device.runs) == ([], set(), True)
