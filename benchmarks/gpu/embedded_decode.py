@@ -38,7 +38,7 @@ def measure_engine(report: Report, engine: str, given: argparse.Namespace, folde
     sizes = QUICK if given.quick else FULL
     answer = 8 if given.quick else _ANSWER
     overrides = [
-        *engine_overrides(given.device, engine_facts(given.device, given.python), engine=engine),
+        *engine_overrides(given.device, engine_facts(given.device, given.python, engine=engine), engine=engine),
         f"model.path={given.smollm2}",
         f"rollout.max_batch_size={max(sizes)}",
         "rollout.start_timeout=200",

@@ -19,6 +19,7 @@ import os
 import re
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,7 +76,7 @@ class Setting:
 
     def overrides(self, eta: int, method: str) -> list[str]:
         """Of the one-GPU recipe."""
-        facts = engine_facts(self.device, self.python)
+        facts = engine_facts(self.device, self.python, engine=self.engine)
         found = [
             *engine_overrides(self.device, facts, engine=self.engine),
             f"weights.transport={'shm' if self.fallback else self.transport}",
@@ -224,10 +225,9 @@ def plot(result: Mapping[str, Any], out: Path) -> str:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), sharey=True)
     groups = over_seeds(result)
-    methods = list(
-        dict.fromkeys((group.eta, group.method) for group in sorted(groups, key=lambda g: (g.eta, g.method)))
-    )
-    rates = list(dict.fromkeys(group.learning_rate for group in groups))
+    methods = sorted({(group.eta, group.method) for group in groups})
+    runs = Counter(group.learning_rate for group in groups for _ in group.seeds)
+    rates = [rate for rate, _ in runs.most_common()]  # the rate of most runs has lines without gaps
     for label, group in labelled(groups).items():
         colour = f"C{methods.index((group.eta, group.method))}"
         dash = ("-", "--", "-.", ":")[rates.index(group.learning_rate) % 4]

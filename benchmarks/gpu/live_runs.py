@@ -135,8 +135,10 @@ def check_seeds(parser: argparse.ArgumentParser, given: argparse.Namespace) -> N
         parser.error("seed=...: give it as --seeds, by which results are named")
 
 
-def engine_facts(device: str, python: str | None = None) -> dict[str, Any]:
-    """Overrides that fit the engine found here: its interpreter, and what its version can do."""
+def engine_facts(device: str, python: str | None = None, *, engine: str = "vllm") -> dict[str, Any]:
+    """What fits the engine found here: its interpreter, and what its version can do. The embedded one is ours."""
+    if engine != "vllm":
+        return {"python": sys.executable, "version": "", "interrupt": "keep"}
     if device == "cpu":
         python = python or str(ROOT / ".venv-vllm" / "bin" / "python")
     python = python or sys.executable

@@ -56,7 +56,7 @@ def steps_within(seconds: float, etas: Sequence[int] = ETAS) -> int:
 
 def overrides(eta: int, seed: int, given: argparse.Namespace, data: Path, steps: int, *, fallback: bool) -> list[str]:
     """Of the two-GPU recipe."""
-    facts = engine_facts(given.device, given.python)
+    facts = engine_facts(given.device, given.python, engine=given.engine)
     batch, samples = (4, 2) if given.quick else (32, 8)
     found = [
         *engine_overrides(given.device, facts, engine=given.engine),

@@ -182,7 +182,7 @@ def test_a_curve_is_the_mean_in_a_band_from_lowest_to_highest() -> None:
 def setting(tmp_path: Path) -> learning.Setting:
     return learning.Setting(
         device="cpu", engine="embedded", transport="shm", folder=tmp_path, model=tmp_path / "model", steps=6, batch=4,
-        samples=2, learning_rate=1e-5, kv_gb=1.0, python=sys.executable, seed=1,
+        samples=2, learning_rate=1e-5, kv_gb=1.0, python="no/such/python", seed=1,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,23 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from areal_like.config.load import load_config
+from areal_like.errors import ConfigError
 from benchmarks.demo_runs import ROOT
 from benchmarks.gpu import two_gpu_async
 from benchmarks.gpu.child_processes import Client, process_group
 from benchmarks.gpu.gpu_meter import GpuMeter
-from benchmarks.gpu.live_runs import ONE_GPU, TWO_GPUS, LiveRun, Report, add_seeds, check_seeds, step_figures
+from benchmarks.gpu.live_runs import (
+    ONE_GPU,
+    TWO_GPUS,
+    Experiment,
+    LiveRun,
+    Report,
+    add_seeds,
+    check_seeds,
+    engine_facts,
+    engine_overrides,
+    step_figures,
+)
 
 
 def fail() -> None:
@@ -161,6 +174,13 @@ def test_the_seed_is_the_experiment_s_unless_others_are_asked_for() -> None:
         assert load_config(ROOT / config).seed == 1
 
 
+def test_a_dry_run_with_the_embedded_engine_needs_no_other_environment() -> None:
+    facts = engine_facts("cpu", "no/such/python", engine="embedded")
+    assert "rollout.backend=embedded:d1" in engine_overrides("cpu", facts, engine="embedded")
+    with pytest.raises(ConfigError, match="no/such/python"):
+        engine_facts("cpu", "no/such/python")
+
+
 def test_gpu_shares_are_means_over_the_time_asked_for() -> None:
     meter = GpuMeter()
     meter.readings = [(1.0, (0.0, 1.0), (1.0, 1.0)), (2.0, (0.4, 0.8), (3.0, 5.0)), (3.0, (0.6, 0.2), (5.0, 7.0))]
@@ -227,6 +247,35 @@ def test_runs_are_compared_with_the_synchronous_one_of_their_seed_and_over_seeds
             "reward_difference_error": 0.0577,
         }
     }  # of η = 4 one whole run is left, and that tells no spread
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ("--seeds 7", ["eta=0", "eta=2"]),
+        ("--seeds 2 3", ["eta=0, seed 2", "eta=2, seed 2", "eta=0, seed 3", "eta=2, seed 3"]),
+    ],
+)
+def test_every_lag_runs_once_a_seed(
+    words: str, names: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    begun: list[tuple[int, int]] = []
+
+    def at_once(make: Callable[[bool], Experiment]) -> LiveRun:
+        config = load_config(ROOT / TWO_GPUS, make(False).overrides)
+        begun.append((config.rollout.max_head_offpolicyness, config.seed))
+        return run_of([1.0] * 2, [0.5] * 2)
+
+    monkeypatch.setattr(two_gpu_async, "run_or_fall_back", at_once)
+    given = two_gpu_async._parser().parse_args(
+        [*f"--quick --device cpu --engine embedded --python no/such/python {words}".split()]
+    )
+    found = two_gpu_async.measure(given, 60.0, tmp_path / "found.json")
+    assert [name for name in found if name.startswith("eta=")] == names
+    assert begun == [(eta, seed) for seed in given.seeds for eta in (0, 2)]
+    assert [found[name]["seed"] for name in names] == [seed for _, seed in begun]
+    assert found["seeds"] == json.loads((tmp_path / "found.json").read_text())["seeds"] == given.seeds
+    assert ("over seeds" in found["comparison"]) == (len(given.seeds) > 1)
 
 
 def test_a_single_seed_is_not_averaged() -> None:
