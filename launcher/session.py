@@ -40,7 +40,7 @@ from launcher.processes import INFERENCE, TRAIN, PlannedProcess, plan_processes
 from launcher.roles import RoleSpec
 
 #: seconds children get to end by themselves: with the loop's own grace it keeps Ctrl-C below 10 s
-TERM_GRACE = 3.0
+TERM_GRACE = 2.0
 KILL_GRACE = 0.5
 
 

@@ -43,6 +43,7 @@ from areal_like.rollout.plugins import import_callable
 from areal_like.rollout.store import TrajectoryStore
 from areal_like.train.group import RankHealth, TrainerGroup
 from areal_like.weights.channel import WeightChannel
+from areal_like.weights.snapshot_folders import remove_snapshots
 from launcher.checkpoints import list_checkpoints
 from launcher.processes import TRAIN
 from launcher.session import (
@@ -164,7 +165,7 @@ async def train(session: Session, progress: RunProgress, stop: Stop, training: a
         journal = RunJournal(sinks, statistics=parts.rollouts.statistics, started=started)
         training.set()
         try:
-            await _run_loop(context, parts, journal, tracer, stop)
+            kept = await _run_loop(context, parts, journal, tracer, stop)
         except Exception as error:
             with _cause_comes_first():
                 _summary(context, journal, stop, failure=headline_of(error)).write(context.paths.summary)
@@ -175,9 +176,11 @@ async def train(session: Session, progress: RunProgress, stop: Stop, training: a
             raise
         summary = _summary(context, journal, stop, failure=None)
         summary.write(context.paths.summary)
+    if kept:
+        remove_snapshots(context.paths.weights)
     ended = ending(summary.steps, context.config.total_train_steps, stop.reason)
-    kept = {"ended": ended, "checkpoint": newest_kept(context.paths.root)}
-    progress.console.print(closing_table(summary, title=str(context.paths.root), first=kept))
+    first = {"ended": ended, "checkpoint": newest_kept(context.paths.root)}
+    progress.console.print(closing_table(summary, title=str(context.paths.root), first=first))
 
 
 def ending(steps: int, total: int, stopped_by: str) -> str:
@@ -232,7 +235,8 @@ def _recorder(root: Path) -> BatchListener:
     return record
 
 
-async def _run_loop(context: RunContext, parts: Parts, journal: RunJournal, tracer: Tracer, stop: Stop) -> None:
+async def _run_loop(context: RunContext, parts: Parts, journal: RunJournal, tracer: Tracer, stop: Stop) -> bool:
+    """Returns whether all that was to be kept of the weights is in checkpoints."""
     publisher = WeightPublisher(
         channel=parts.channel, pool=parts.serving.pool, rollouts=parts.rollouts, journal=journal
     )
@@ -268,11 +272,13 @@ async def _run_loop(context: RunContext, parts: Parts, journal: RunJournal, trac
 
         async with parts.rollouts:
             stopped = await until_stopped(whole(), stop, ask_to_end=parts.rollouts.stop, grace=STEP_GRACE)
+        kept = True
         if stopped:
-            await _save_before_leaving(milestones, parts.trainer, loop.state.version)
+            kept = await _save_before_leaving(milestones, parts.trainer, loop.state.version)
         milestones.cancel()
         for watcher in watchers:
             watcher.cancel()
+    return kept
 
 
 async def until_no_batch_is_left(loop: Awaitable[None], stop: Stop) -> None:
@@ -290,11 +296,13 @@ async def until_no_batch_is_left(loop: Awaitable[None], stop: Stop) -> None:
             raise
 
 
-async def _save_before_leaving(milestones: RunMilestones, trainer: TrainerGroup, version: int) -> None:
+async def _save_before_leaving(milestones: RunMilestones, trainer: TrainerGroup, version: int) -> bool:
+    """Returns whether a checkpoint was saved."""
     try:
         async with asyncio.timeout(SAVE_GRACE):
             (rank, *_) = await trainer.health(SAVE_GRACE)
             await milestones.save(held_version(rank, version))
+        return True
     except TimeoutError:
         logger.warning(
             "no checkpoint of version %d was saved: the trainer was at work, or took more than %g s; what "
@@ -304,6 +312,7 @@ async def _save_before_leaving(milestones: RunMilestones, trainer: TrainerGroup,
         )
     except ArealLikeError as error:
         logger.warning("no checkpoint of version %d was saved: %s", version, headline_of(error))
+    return False
 
 
 def held_version(rank: RankHealth, version: int) -> int:

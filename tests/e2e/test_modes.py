@@ -72,6 +72,7 @@ def test_two_ranks_two_servers_and_disk_learn_the_same_from_the_same_batches(wor
     assert summary["lag_max"] <= 2
     logs = {p.stem for p in paths.logs.iterdir()}
     assert {"inference-0", "inference-1", "train-0", "train-1"} <= logs
+    assert not paths.weights.exists()  # what is to be kept is in checkpoints
     weights = paths.checkpoint(STEPS) / "model.safetensors"
     assert summary["weight_bytes_total"] == pytest.approx(2 * (STEPS + 1) * weights.stat().st_size, rel=0.05)
     _assert_replayed(paths)

@@ -9,6 +9,7 @@ import pytest
 from launched import ENDLESS, LONG_ANSWERS, Workspace, summary_of
 
 from areal_like.weights.segments import list_segments
+from areal_like.weights.snapshot_folders import list_snapshots
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -19,7 +20,8 @@ SOON = 15.0
 @pytest.mark.parametrize("role", ["inference-0", "train-1"])
 def test_a_killed_process_ends_the_run_with_its_last_log_lines(workspace: Workspace, role: str) -> None:
     # two ranks: the other one waits in a collective for the dead one
-    launched = workspace.start_run(f"killed-{role}", *ENDLESS, *LONG_ANSWERS, "actor.backend=fsdp:d2")
+    wide = ("actor.backend=fsdp:d2", "weights.transport=disk")
+    launched = workspace.start_run(f"killed-{role}", *ENDLESS, *LONG_ANSWERS, *wide)
     launched.until_steps(1)
     victim = launched.child(role)
     victim.kill()
@@ -32,6 +34,7 @@ def test_a_killed_process_ends_the_run_with_its_last_log_lines(workspace: Worksp
     assert "Traceback" not in ended.err
     assert launched.left() == {}
     assert summary_of(launched.paths)["steps"] >= 1
+    assert list_snapshots(launched.paths.weights)  # to look into, or to go on from
 
 
 def test_a_process_that_dies_while_it_starts_is_named_at_once(workspace: Workspace) -> None:

@@ -8,6 +8,8 @@ import pytest
 from launched import ENDLESS, LONG_ANSWERS, Launched, Workspace, steps_of, summary_of
 from safetensors import safe_open
 
+from areal_like.weights.snapshot_folders import list_snapshots
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 #: seconds the product promises between the signal and its end
@@ -50,6 +52,7 @@ def test_sigterm_ends_several_ranks_and_servers_too(workspace: Workspace) -> Non
     assert {address for address, _ in launched.ports} == {"127.0.0.1"}
     launched.send(signal.SIGTERM)
     _assert_stopped_in_order(launched, by=signal.SIGTERM)
+    assert not launched.paths.weights.exists()  # the checkpoint has them
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -85,7 +88,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_checkpoint(workspace: Workspace) 
 
 def test_a_trainer_that_is_busy_for_long_loses_the_checkpoint_and_frightens_nobody(workspace: Workspace) -> None:
     """It answers nothing, nor SIGTERM: it is stopped here. The user's code blocks nothing, and is not blamed."""
-    launched = workspace.start_run("busy", *ENDLESS, *LONG_ANSWERS)
+    launched = workspace.start_run("busy", *ENDLESS, *LONG_ANSWERS, "weights.transport=disk")
     launched.until_steps(1)
     launched.child("train-0").suspend()
     launched.press_ctrl_c()
@@ -97,6 +100,7 @@ def test_a_trainer_that_is_busy_for_long_loses_the_checkpoint_and_frightens_nobo
         assert word not in ended.err
     assert "no checkpoint of version" in ended.err
     assert "none was saved" in ended.err
+    assert len(list_snapshots(launched.paths.weights)) >= 2  # the newest weights are nowhere else
     assert "stopped by SIGINT after" in ended.err
     assert summary_of(launched.paths)["stopped_by"] == "SIGINT"
 

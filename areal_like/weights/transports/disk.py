@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import threading
 from collections.abc import Iterable, Mapping
@@ -29,13 +28,11 @@ from areal_like.weights.host_copies import HostCopies
 from areal_like.weights.manifest import make_manifest
 from areal_like.weights.segments import read_at
 from areal_like.weights.snapshot_files import SnapshotFiles
+from areal_like.weights.snapshot_folders import aside_of, list_snapshots, snapshot_folder
 
 #: versions that stay on the disk
 KEEP_VERSIONS = 2
 INDEX_NAME = "index.json"
-_ASIDE = ".writing-"
-#: directories that this module made, finished or not; nothing else is ever removed
-_SNAPSHOT = re.compile(rf"({re.escape(_ASIDE)})?v\d{{8,}}-i\d+")
 
 
 class DiskWriter:
@@ -50,8 +47,8 @@ class DiskWriter:
 
     def write(self, version: int, incarnation: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
         """See :meth:`WeightWriter.write`."""
-        final = self._directory / f"v{version:08d}-i{incarnation}"
-        aside = self._directory / f"{_ASIDE}{final.name}"
+        final = snapshot_folder(self._directory, version, incarnation)
+        aside = aside_of(final)
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(aside, ignore_errors=True)
@@ -70,13 +67,12 @@ class DiskWriter:
 
     def _forget_old(self, newest: Path) -> None:
         self._kept = [path for path in self._kept if path != newest] + [newest]
-        ours = {path for path in self._directory.iterdir() if _SNAPSHOT.fullmatch(path.name)}
-        for path in ours - set(self._kept[-KEEP_VERSIONS:]):
+        for path in list_snapshots(self._directory) - set(self._kept[-KEEP_VERSIONS:]):
             shutil.rmtree(path, ignore_errors=True)
         self._kept = self._kept[-KEEP_VERSIONS:]
 
     def close(self) -> None:
-        """Free the memory; snapshots outlive the writer."""
+        """Free the memory; snapshots outlive the writer: whoever knows how the run ended keeps or removes them."""
         self._copies.close()
 
 

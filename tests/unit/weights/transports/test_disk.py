@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from areal_like.api.weights import TransportKind
 from areal_like.errors import WeightUpdateError
+from areal_like.weights.snapshot_folders import list_snapshots, remove_snapshots
 from areal_like.weights.transports.base import WeightWriter, make_reader
 
 Tensors = dict[str, torch.Tensor]
@@ -45,6 +46,25 @@ def test_the_last_two_versions_stay_and_nothing_else_is_touched(writer: WeightWr
         make_reader(manifests[0])
     with make_reader(manifests[1]), make_reader(manifests[2]):
         pass
+
+
+def test_all_versions_go_at_once_and_nothing_else_does(writer: WeightWriter, tensors: Tensors) -> None:
+    manifests = [writer.write(v, 0, tensors.items()) for v in (1, 2)]
+    directory = Path(manifests[0].location).parent
+    (directory / ".writing-v00000009-i0").mkdir()
+    (directory / "notes").mkdir()
+    with make_reader(manifests[1]) as reader:
+        target = torch.empty(tensors["scale"].shape)
+        entry = next(t for t in manifests[1].tensors if t.name == "scale")
+        reader.read_into(entry, target)
+        remove_snapshots(directory)
+    assert torch.equal(target, tensors["scale"])
+    assert [p.name for p in directory.iterdir()] == ["notes"]
+    (directory / "notes").rmdir()
+    remove_snapshots(directory)
+    assert not directory.exists()
+    remove_snapshots(directory)
+    assert list_snapshots(directory) == set()
 
 
 def test_the_same_version_may_be_written_again(writer: WeightWriter, tensors: Tensors) -> None:
