@@ -100,7 +100,7 @@ DEVICE = "AREAL_LIKE_CONTRACT_DEVICE"
 ON_GPU: Mapping[str, Mapping[str, Any]] = {
     "embedded": {},
     "vllm": {
-        "context": 4096, "moment": 0.5, "long": 1500, "longest": 3500, "beside": 1500, "update": 12.0, "lends": True,
+        "context": 4096, "moment": 0.5, "long": 1500, "longest": 3500, "beside": 1500, "update": 12.0,
     },
 }  # fmt: skip
 #: bytes of a server's KV cache on a GPU, so many that one sees them come and go
@@ -112,6 +112,13 @@ GPU_FLAGS: Mapping[str, Any] = {
     "gpu_memory_utilization": 0.2,
     "kv_cache_memory_bytes": KV_CACHE,
 }
+#: environment variable: JSON, vLLM's flags on a GPU that are other ones there, such as ``{"enable_sleep_mode": false}``
+FLAGS = "AREAL_LIKE_CONTRACT_FLAGS"
+
+
+def gpu_flags() -> dict[str, Any]:
+    """vLLM's, on a GPU."""
+    return {**GPU_FLAGS, **json.loads(os.environ.get(FLAGS) or "{}")}
 
 
 def chosen_device() -> str:
@@ -127,11 +134,14 @@ def subjects_on(device: str) -> dict[str, Subject]:
     everywhere = (EMBEDDED, VLLM, SGLANG)
     if device == "cpu":
         return {subject.name: subject for subject in everywhere}
+    lends = {"vllm": bool(gpu_flags().get("enable_sleep_mode"))}
     return {
-        subject.name: replace(subject, device=device, **ON_GPU[subject.name])
+        subject.name: replace(
+            subject, device=device, lends=lends.get(subject.name, False), **ON_GPU[subject.name]
+        )
         for subject in everywhere
         if subject.name in ON_GPU
-    }
+    }  # fmt: skip
 
 
 SUBJECTS = subjects_on(chosen_device())
@@ -275,7 +285,7 @@ def spec_of(subject: Subject, model: Path, name: str) -> str:
         max_batch_size=BATCH,
         context_length=subject.context,
         start_timeout=START,
-        flags=dict(GPU_FLAGS) if on_gpu else {},
+        flags=gpu_flags() if on_gpu else {},
     ).model_dump_json()
 
 

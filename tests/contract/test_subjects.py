@@ -11,7 +11,7 @@ from typing import cast
 
 import overruns
 import pytest
-from subjects import DEVICE, KV_CACHE, VLLM_PYTHON, chosen_device, python_of, spec_of, started, subjects_on
+from subjects import DEVICE, FLAGS, KV_CACHE, VLLM_PYTHON, chosen_device, python_of, spec_of, started, subjects_on
 
 from areal_like.inference.backends import get_engine
 from areal_like.inference.spec import EngineSpec
@@ -66,6 +66,11 @@ def test_on_a_gpu_vllm_is_started_with_memory_to_lend(tmp_path: Path, monkeypatc
     assert f"--max-model-len {subject.context} " in words
     assert "chunked-prefill" not in words  # that is a CPU's
     assert subject.lends and subject.longest < subject.context
+    monkeypatch.setenv(FLAGS, '{"enable_sleep_mode": null, "gpu_memory_utilization": 0.5}')
+    assert not subjects_on("cuda")["vllm"].lends
+    spec = EngineSpec.model_validate_json(spec_of(subject, tmp_path, "s0"))
+    words = " ".join(get_engine("vllm").command(spec.model_copy(update={"version": "0.26.0"}), token="t").arguments)
+    assert "sleep" not in words and "--gpu-memory-utilization 0.5" in words
 
 
 def test_the_device_is_one_that_the_suite_knows(monkeypatch: pytest.MonkeyPatch) -> None:
