@@ -5,7 +5,6 @@ Methods may be called from any thread; each thread is put on the right device.
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -50,6 +49,7 @@ class CudaMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def free(self) -> int:
         return int(torch.cuda.mem_get_info(self._device)[0])
@@ -81,7 +81,3 @@ class CudaMemory:
     def give_back(self) -> None:
         with torch.cuda.device(self._device):
             torch.cuda.empty_cache()
-
-    @cached_property
-    def _stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
