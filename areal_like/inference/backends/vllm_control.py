@@ -119,12 +119,13 @@ class VllmControl:
         """Workers fetch and verify ``manifest`` beside the live weights.
 
         Raises:
-            WeightUpdateError: a tensor is missing, unknown, misshapen or damaged (it is named).
+            WeightUpdateError: a tensor is missing, unknown, misshapen or damaged (it is named), or memory is lent.
             StaleCommand: the workers have a newer version.
             ServerUnavailable: no answer in time.
         """
         started = time.monotonic()
         self._refuse_older(manifest.incarnation)
+        self._memory.lent.check_update()  # they would lay it out in the memory that was lent
         try:
             async with asyncio.timeout(timeout):
                 status = await self._workers.stage(manifest, timeout=timeout)

@@ -257,6 +257,20 @@ async def test_a_release_that_broke_counts_as_one(lender: Lender) -> None:
     assert lender.device.runs
 
 
+async def test_a_vllm_whose_weights_are_lent_stages_nothing() -> None:
+    """On a GPU it would, in the memory that somebody else has got."""
+    fake = LendingVllm(device=Device())
+    fake.status.update(sleeps=True)
+    async with connected(fake) as control:
+        lender = Lender("vllm", fake.device, control, fake, manifest)
+        await lender.update()
+        await lender.release()
+        fake.heard.clear()
+        with pytest.raises(WeightUpdateError, match="reclaim weights first"):
+            await control.stage(lender.next(), timeout=10)
+        assert "areal_like_stage" not in fake.heard
+
+
 async def test_memory_that_vllm_only_says_it_took_back_is_no_memory() -> None:
     """Its sleep failed inside, so that the engine thinks it is awake: ``/wake_up`` answers 200, and does nothing."""
     device = Device(breaks=True)
