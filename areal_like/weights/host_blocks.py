@@ -41,7 +41,8 @@ class _Block:
     """``used`` bytes of it are taken, by ``parts`` parts that were not released yet."""
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        with torch.inference_mode(False):  # an exporter's own mode must not stay with memory that outlives it
+            self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         self.view = self.memory.numpy().data
         self.used = 0
         self.parts = 0

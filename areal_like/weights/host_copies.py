@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Protocol
 
@@ -101,18 +100,16 @@ class HostCopies:
             WeightUpdateError: the exporter brings a name twice.
             OSError: of a job; what the exporter raises passes through as well.
         """
-        pool = None
-        if self._threads > 1:
-            pool = ThreadPoolExecutor(self._threads, thread_name_prefix="weights-export")
-        flight = _Flight(medium, self._blocks, self._changed, pool)
+        crew = _Crew(self._changed)
         try:
+            if self._threads > 1:
+                crew.hire(self._threads)
+            flight = _Flight(medium, self._blocks, self._changed, crew)
             for name, tensor in tensors:
                 flight.take(name, tensor)
             return flight.land()
         finally:
-            flight.stop()
-            if pool is not None:
-                pool.shutdown(wait=True, cancel_futures=True)
+            crew.stop()
             self._blocks.reset()
 
     def statistics(self) -> BlockStatistics:
@@ -123,23 +120,85 @@ class HostCopies:
         self._blocks.close()
 
 
-class _Flight:
-    """One export. ``changed`` guards the count of jobs and the first error; under ``order`` copies get their places."""
+class _Crew:
+    """Threads that do jobs; before any are hired, whoever brings a job does it. ``changed`` guards every state here."""
 
-    def __init__(
-        self, medium: Medium, blocks: HostBlocks, changed: threading.Condition, pool: ThreadPoolExecutor | None
-    ) -> None:
+    def __init__(self, changed: threading.Condition) -> None:
+        self._changed = changed
+        self._threads: list[threading.Thread] = []
+        self._jobs: deque[Job] = deque()
+        self._unfinished = 0
+        self._stopped = False
+        self._error: BaseException | None = None
+
+    @property
+    def alone(self) -> bool:
+        return not self._threads
+
+    def hire(self, count: int) -> None:
+        for number in range(count):
+            thread = threading.Thread(target=self._work, name=f"weights-export-{number}")
+            thread.start()
+            self._threads.append(thread)
+
+    def start(self, job: Job, *, soon: bool = False) -> None:
+        """``soon``: before all others that have not begun."""
+        if self.alone:
+            job()
+            return
+        with self._changed:
+            self._unfinished += 1
+            if soon:
+                self._jobs.appendleft(job)
+            else:
+                self._jobs.append(job)
+            self._changed.notify_all()
+
+    def idle(self) -> bool:
+        """Nothing is left to do. To be called under ``changed``; raises the first error of a job."""
+        if self._error is not None:
+            raise self._error
+        return not self._unfinished
+
+    def stop(self) -> None:
+        """Wait for the jobs that have begun; the others are dropped. All threads have ended afterwards."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            try:
+                job()
+            except BaseException as error:  # whatever it is, the caller's thread raises it
+                with self._changed:
+                    self._error = self._error or error
+                    self._stopped = True
+            finally:
+                with self._changed:
+                    self._unfinished -= 1
+                    self._changed.notify_all()
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self._stopped)
+            return None if self._stopped else self._jobs.popleft()
+
+
+class _Flight:
+    """One export. Under ``order`` copies get their places, one at a time."""
+
+    def __init__(self, medium: Medium, blocks: HostBlocks, changed: threading.Condition, crew: _Crew) -> None:
         self._medium = medium
         self._blocks = blocks
         self._changed = changed
-        self._pool = pool
+        self._crew = crew
         self._order = threading.Lock()
         self._names: set[str] = set()
         self._unplaced: deque[HostCopy] = deque()
         self._entries: list[TensorEntry] = []
-        self._jobs = 0
-        self._stopped = False
-        self._error: BaseException | None = None
 
     def take(self, name: str, tensor: torch.Tensor) -> None:
         """Copy a tensor and have it hashed."""
@@ -147,32 +206,25 @@ class _Flight:
             raise WeightUpdateError(f"tensor {name!r} is exported twice; every name must come once")
         self._names.add(name)
         with self._changed:
-            self._idle()  # what broke meanwhile ends the export here, not at its end
+            self._crew.idle()  # what broke meanwhile ends the export here, not at its end
         copy = HostCopy(name, tensor, self._parts(tensor))
         with self._order:
             self._unplaced.append(copy)
-        self._start(partial(self._hash, copy))
+        self._crew.start(partial(self._hash, copy))
 
     def _parts(self, tensor: torch.Tensor) -> tuple[Part, ...]:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        if self._pool is None and not self._medium.collects and flat.device.type == "cpu":
+        if self._crew.alone and not self._medium.collects and flat.device.type == "cpu":
             return (Part(start=0, data=flat.numpy().data, release=lambda: None),)  # it is written before we return
-        return self._blocks.copy(flat, self._idle)
+        return self._blocks.copy(flat, self._crew.idle)
 
     def land(self) -> tuple[TensorEntry, ...]:
         """Wait until all is written."""
         self._wait()
-        with self._order:
-            jobs = tuple(self._medium.finish())
-        for job in jobs:
-            self._start(job)
+        for job in self._medium.finish():
+            self._crew.start(job)
         self._wait()
         return tuple(self._entries)
-
-    def stop(self) -> None:
-        """Jobs that have not begun do nothing."""
-        with self._changed:
-            self._stopped = True
 
     def _hash(self, copy: HostCopy) -> None:
         copy.hash()
@@ -182,35 +234,8 @@ class _Flight:
                 entry = first.entry
                 self._entries.append(entry)
                 for job in self._medium.place(first, entry):
-                    self._start(job)
-
-    def _start(self, job: Job) -> None:
-        if self._pool is None:
-            job()
-            return
-        with self._changed:
-            self._jobs += 1
-        self._pool.submit(self._run, job)
-
-    def _run(self, job: Job) -> None:
-        """In a thread of the pool."""
-        try:
-            if not self._stopped:
-                job()
-        except BaseException as error:  # whatever it is, the caller's thread raises it
-            with self._changed:
-                self._error = self._error or error
-                self._stopped = True
-        finally:
-            with self._changed:
-                self._jobs -= 1
-                self._changed.notify_all()
+                    self._crew.start(job, soon=True)  # it frees memory
 
     def _wait(self) -> None:
         with self._changed:
-            self._changed.wait_for(self._idle)
-
-    def _idle(self) -> bool:
-        if self._error is not None:
-            raise self._error
-        return self._jobs == 0
+            self._changed.wait_for(self._crew.idle)
