@@ -236,6 +236,18 @@ def test_a_device_without_room_fails_no_staging(
         torch.cuda.set_per_process_memory_fraction(1.0, GPU)
 
 
+def test_what_the_server_has_lent_is_nobodys_to_take(
+    open_writer: Callable[[TransportKind], WeightWriter], open_receiver: Callable[[CudaMemory], Receiver]
+) -> None:
+    writer, memory = open_writer(TransportKind.SHM), CudaMemory(GPU)
+    receiver = open_receiver(memory)
+    for version, lent in enumerate((False, True)):
+        memory.lent = lent
+        found = staged(receiver, writer.write(version, 0, weights(version).items()))
+        check_places(found, on_device=not lent)
+        found.copy.release()
+
+
 def test_copies_go_beside_what_the_model_computes(
     open_writer: Callable[[TransportKind], WeightWriter], open_receiver: Callable[[CudaMemory], Receiver]
 ) -> None:

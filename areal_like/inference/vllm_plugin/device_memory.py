@@ -49,10 +49,12 @@ class CudaMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        #: some of the device's memory belongs here and is with somebody else for a while: none of it is free
+        self.lent = False
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def free(self) -> int:
-        return int(torch.cuda.mem_get_info(self._device)[0])
+        return 0 if self.lent else int(torch.cuda.mem_get_info(self._device)[0])
 
     def register(self, buffer: torch.Tensor) -> str:
         with torch.cuda.device(self._device):

@@ -34,6 +34,7 @@ from areal_like.inference.vllm_plugin.parts import Parts
 from areal_like.inference.vllm_plugin.receiver import Receiver, Staged
 from areal_like.inference.vllm_plugin.recorder import Recorder, comparable
 from areal_like.inference.vllm_plugin.reloading import InPlace, put_back, reloaded
+from areal_like.inference.vllm_plugin.worker import asleep
 from areal_like.weights.checkpoint import HEAD, Expected
 from areal_like.weights.device_digest import DeviceDigests
 from areal_like.weights.nccl import NcclGroups
@@ -70,10 +71,11 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, config: WeightTransferConfig, *arguments: Any, **named: Any) -> None:
         super().__init__(config, *arguments, **named)
         self._in_place: InPlace | None = None
+        self._memory: CudaMemory | None = None
         if self.device.type == "cuda":
             self._in_place = InPlace(self.model, self.vllm_config)
-            memory = CudaMemory(self.device)
-            host = HostStaging(memory, threads=host_threads(), held_back=self._held_back())
+            self._memory = CudaMemory(self.device)
+            host = HostStaging(self._memory, threads=host_threads(), held_back=self._held_back())
             self._receiver = Receiver(self.device, self._deliver, host)
         else:
             self._receiver = Receiver(self.device)
@@ -102,6 +104,8 @@ class StagedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         manifest = Manifest.model_validate_json(update_info.manifest)
         self._server = update_info.server
+        if self._memory is not None:
+            self._memory.lent = self.vllm_config.model_config.enable_sleep_mode and bool(asleep())
         self._receiver.stage(manifest, self._expect(), newest=self._newest())
         self._prepare(manifest)
 

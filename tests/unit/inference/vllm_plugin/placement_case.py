@@ -99,6 +99,8 @@ def check_dense(folder: Path, name: str) -> None:
     assert all(torch.equal(tensor, before[key]) for key, tensor in held(model).items()), "tracing wrote something"
     found = placement.digests(DeviceDigests("cpu"))
     assert found == {entry.name: entry.digest for entry in entries(first)}, "it is not where the placement says"
+    assert placement.first_difference(first.items()) == ""
+    assert placement.first_difference(second.items()) == next(iter(second)), "another version passes for this one"
     names = model.load_weights(iter(first.items()))
     halves = [dict(list(second.items())[:7]), dict(list(second.items())[7:])]
     told = [placement.load_weights(half.items()) for half in halves]
