@@ -39,6 +39,10 @@ class WeightUpdateError(InfrastructureError):
     """A weight update could not be staged, committed or verified."""
 
 
+class ReachedNoServer(WeightUpdateError):
+    """A version was exported, and no server serves it: none is left, or each failed. One may come back and get it."""
+
+
 class StaleCommand(InfrastructureError):
     """A control call carried an older (incarnation, version) than the receiver has seen."""
 

@@ -160,7 +160,8 @@ async def open_serving(session: Session, tokenizer: Tokenizer) -> AsyncIterator[
         for name, url in addresses.items():
             try:
                 link = await open_link(config, name, url, token)
-                answer = await pool.add(name, url, link.control, link.dialect)
+                relink = partial(open_link, config, name, url, token)
+                answer = await pool.add(name, url, link.control, link.dialect, relink)
             except RequestError as error:
                 raise ServerUnavailable(
                     f"rollout.servers: {url} refuses this run: {error}; {TOKEN_VARIABLE} must hold the token that it "

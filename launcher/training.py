@@ -238,7 +238,12 @@ def _recorder(root: Path) -> BatchListener:
 async def _run_loop(context: RunContext, parts: Parts, journal: RunJournal, tracer: Tracer, stop: Stop) -> bool:
     """Returns whether all that was to be kept of the weights is in checkpoints."""
     publisher = WeightPublisher(
-        channel=parts.channel, pool=parts.serving.pool, rollouts=parts.rollouts, journal=journal
+        channel=parts.channel,
+        pool=parts.serving.pool,
+        rollouts=parts.rollouts,
+        journal=journal,
+        # a server of ours that dies ends the run: nobody would start it again
+        patience=context.config.rollout.start_timeout if context.config.rollout.servers else 0.0,
     )
     async with asyncio.TaskGroup() as background:
         watchers = [

@@ -177,7 +177,7 @@ class RemoteEngine:
                     await self._pool.changed()
         except TimeoutError:
             raise NoServerAvailable(
-                f"request {trip.rid}: no server was in rotation within {self._timeout:g} s; {self._whereabouts()}"
+                f"request {trip.rid}: no server was in rotation within {self._timeout:g} s; {self._pool.whereabouts()}"
             ) from None
 
     async def _post(self, trip: _Trip, server: str, draft: Draft) -> GenerateOutput:
@@ -188,7 +188,7 @@ class RemoteEngine:
         trip.posts += 1
         rid = f"{trip.rid}.{trip.posts}"
         body = GenerateBody(rid=rid, input_ids=draft.input_ids, sampling=draft.sampling())
-        posted = asyncio.get_running_loop().time()
+        posted, acknowledged = asyncio.get_running_loop().time(), self._pool.served_version(server)
         url = ""
         self._counts["segments"] += 1
         try:
@@ -205,6 +205,13 @@ class RemoteEngine:
             raise
         if trip.incarnation != self._pool.incarnation:
             raise _OutOfTime(f"request {trip.rid}: the run was restored meanwhile; the answer belongs to the past")
+        oldest = min((span.version for span in output.spans), default=acknowledged)
+        if oldest < acknowledged:
+            self._pool.suspect(server)
+            raise ServerUnavailable(
+                f"{server} wrote under version {oldest} after it had acknowledged {acknowledged}: it was started "
+                "again, or serves another run"
+            )
         if trip.ttft is None and output.token_ids:
             trip.ttft = posted - trip.started + first
         trip.server = server
@@ -275,12 +282,6 @@ class RemoteEngine:
             ttft=latency if trip.ttft is None else trip.ttft,
             interruptions=draft.interruptions,
             server=trip.server,
-        )
-
-    def _whereabouts(self) -> str:
-        servers = self._pool.statistics().servers
-        return (
-            "; ".join(f"{s.name} is {s.state}{f' ({s.reason})' if s.reason else ''}" for s in servers) or "none joined"
         )
 
 

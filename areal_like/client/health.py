@@ -15,6 +15,10 @@ class Acknowledged:
     version: int
 
 
+#: readmissions in a row that may fail while the server answers, until nobody waits for it any more
+GIVE_UP_AFTER = 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthPolicy:
     """Seconds and counts of the health loop.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -23,7 +23,7 @@ from areal_like.client.control import ServerControl
 from areal_like.client.dialect import EMBEDDED, Dialect
 from areal_like.client.health import HealthPolicy, fault_of, taken_by
 from areal_like.client.routing import RoutingView, choose_server
-from areal_like.client.server import Server, ServerState, ServerStatistics
+from areal_like.client.server import Relink, Server, ServerState, ServerStatistics
 from areal_like.client.task_scope import leave
 from areal_like.errors import ArealLikeError, ServersTaken, ServerUnavailable
 
@@ -74,10 +74,13 @@ class ServerPool:
             for server in self._servers.values():
                 await server.control.aclose()
 
-    async def add(self, name: str, url: str, control: ServerControl, dialect: Dialect = EMBEDDED) -> HealthAnswer:
+    async def add(
+        self, name: str, url: str, control: ServerControl, dialect: Dialect = EMBEDDED, relink: Relink | None = None
+    ) -> HealthAnswer:
         """Register a server that answers; it gets requests after its first receipt. ``control`` is the pool's now.
 
-        ``dialect`` is how the server's engine is asked for answers. Returns what it told of itself.
+        ``dialect`` is how the server's engine is asked for answers. ``relink`` makes both anew for a server that was
+        started again at ``url``: what they remember is of the one before. Returns what it told of itself.
 
         Raises:
             ServerUnavailable: it does not answer, or reports failure.
@@ -92,7 +95,8 @@ class ServerPool:
             if fault:
                 raise ServerUnavailable(f"{name} cannot join: {fault}")
             refused.pop_all()
-        server = Server(name=name, url=url, control=control, context_length=answer.context_length, dialect=dialect)
+        length = answer.context_length
+        server = Server(name=name, url=url, control=control, context_length=length, dialect=dialect, relink=relink)
         self._servers[name] = server
         self._watching[name] = self._watchers.create_task(self._watch(server), name=f"health-{name}")
         self._notify()
@@ -205,6 +209,8 @@ class ServerPool:
             self._rewind(receipt.incarnation)
         if self._commanded is not None:
             self._commanded = max(self._commanded, receipt.incarnation)
+        if server.state is ServerState.EJECTED:
+            _LOG.warning("%s is back in rotation, at version %d", receipt.server, receipt.version)
         server.accept(receipt)
         server.look_now.set()
         self._notify()
@@ -229,6 +235,11 @@ class ServerPool:
             if server is not None and server.state is ServerState.EJECTED:
                 return name
 
+    def served_version(self, name: str) -> int:
+        """What a server has acknowledged: nothing that it writes from now on is older. -1 before its first receipt."""
+        server = self._servers.get(name)
+        return server.acknowledged.version if server is not None and server.acknowledged is not None else -1
+
     async def look_at_all(self) -> None:
         """Ask every server for its health now, rather than when its turn comes; takes one question's time at most."""
         async with asyncio.TaskGroup() as tasks:
@@ -246,6 +257,26 @@ class ServerPool:
                 "of its own, then start this one again"
             )
 
+    async def regained(self, version: int, seconds: float) -> bool:
+        """Wait until a server serves ``version`` or a later one; False if none will, or none did within ``seconds``.
+
+        A server at whose address nothing answers may be started again; one that answers gets some tries.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self._serves(version):
+                    if not any(s.may_return for s in self._servers.values()):
+                        await self.look_at_all()  # one that has died since may be started again, too
+                        if not any(s.may_return for s in self._servers.values()):
+                            break
+                    else:
+                        await self.changed()
+        return self._serves(version)
+
+    def _serves(self, version: int) -> bool:
+        known = [s.acknowledged for s in self._servers.values() if s.state is ServerState.IN_ROTATION]
+        return any(a is not None and (a.incarnation, a.version) >= (self._incarnation, version) for a in known)
+
     # -- observing --
 
     async def changed(self) -> None:
@@ -262,6 +293,11 @@ class ServerPool:
             lowest_version=self._floor,
             ejections=sum(s.ejections for s in servers),
         )
+
+    def whereabouts(self) -> str:
+        """Where each server is and why, for an error."""
+        told = [f"{s.name} is {s.state}{f' ({s.reason})' if s.reason else ''}" for s in self._servers.values()]
+        return "; ".join(told) or "none joined"
 
     def _rewind(self, incarnation: int) -> None:
         self._incarnation = incarnation
@@ -303,6 +339,7 @@ class ServerPool:
             answer = await server.control.health(timeout=self._policy.timeout)
         except ArealLikeError as error:
             server.failures += 1
+            server.refused = 0
             if server.state is not ServerState.EJECTED and server.failures >= self._policy.failures:
                 self.eject(server.name, f"{server.failures} health questions in a row failed; the last: {error}")
             return
@@ -315,15 +352,26 @@ class ServerPool:
             return
         fault = fault_of(answer, before)
         if server.state is ServerState.EJECTED:
-            self._offer(server, healthy=answer.status == "ok")
+            await self._offer(server, answer, restarted=before is None or fault is not None)
         elif fault:
             self.eject(server.name, fault)
         elif server.suspect:
             server.suspect = False
             self._notify()
 
-    def _offer(self, server: Server, *, healthy: bool) -> None:
+    async def _offer(self, server: Server, answer: HealthAnswer, *, restarted: bool) -> None:
         """Offer a recovered server for readmission, once per ejection and not before its pause is over."""
-        if healthy and not server.offered and asyncio.get_running_loop().time() >= server.readmit_at:
-            server.offered = True
-            self._recovered.put_nowait(server.name)
+        due = asyncio.get_running_loop().time() >= server.readmit_at
+        if answer.status != "ok" or server.offered or not due:
+            return
+        server.offered = True
+        if restarted and server.relink is not None:
+            try:
+                link = await server.relink()
+            except ArealLikeError as error:
+                self.eject(server.name, f"it was started again, and cannot join: {error}")
+                return
+            before, server.control, server.dialect = server.control, link.control, link.dialect
+            await before.aclose()
+        server.context_length = answer.context_length
+        self._recovered.put_nowait(server.name)

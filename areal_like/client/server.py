@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 from areal_like.api.weights import CommitReceipt
 from areal_like.client.control import ServerControl
 from areal_like.client.dialect import EMBEDDED, Dialect
-from areal_like.client.health import Acknowledged
+from areal_like.client.health import GIVE_UP_AFTER, Acknowledged
 from areal_like.client.routing import ServerLoad
 
 
@@ -35,13 +37,27 @@ class ServerStatistics:
     reason: str
 
 
+class Link(Protocol):
+    """The two ways to talk to one server."""
+
+    @property
+    def control(self) -> ServerControl: ...
+
+    @property
+    def dialect(self) -> Dialect: ...
+
+
+Relink = Callable[[], Awaitable[Link]]
+
+
 @dataclass(slots=True, kw_only=True)
 class Server:
     """The pool's own record; nobody outside the pool changes it.
 
     ``suspect``: a connection broke; no new request until the health loop has looked. ``requests`` are the deadlines
     of the requests in flight: cutting them short is how an ejection reaches those who wait. ``taken_by`` is the
-    incarnation of another run that has taken the server over; it never comes back to ours.
+    incarnation of another run that has taken the server over; it never comes back to ours. ``refused`` counts
+    readmissions in a row that failed while it answered. ``relink`` connects anew, to the server that answers there now.
     """
 
     name: str
@@ -55,11 +71,13 @@ class Server:
     failures: int = 0
     reason: str = ""
     taken_by: int | None = None
+    refused: int = 0
     ejections: int = 0
     readmit_at: float = 0.0
     offered: bool = False
     dispatched: int = 0
     in_flight: int = 0
+    relink: Relink | None = None
     requests: set[asyncio.Timeout] = field(default_factory=set)
     look_now: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -76,11 +94,17 @@ class Server:
         self.acknowledged = Acknowledged(incarnation=receipt.incarnation, version=receipt.version)
         self.state = ServerState.IN_ROTATION
         self.suspect = False
-        self.failures = 0
+        self.failures = self.refused = 0
         self.offered = False
+
+    @property
+    def may_return(self) -> bool:
+        """Whether it is in rotation or can be hoped for."""
+        return self.taken_by is None and self.refused < GIVE_UP_AFTER
 
     def leave(self, reason: str, now: float) -> None:
         """Out of the rotation; every request in flight ends now and is moved by its client."""
+        self.refused += self.offered  # what it was offered for has failed
         self.state = ServerState.EJECTED
         self.reason = reason
         self.ejections += 1

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import NoReturn, Protocol
 
 from areal_like.api.weights import CommitReceipt
 from areal_like.control.journal import RunJournal
-from areal_like.errors import WeightUpdateError
+from areal_like.errors import ReachedNoServer
 from areal_like.weights.channel import PublicationTimes
+
+_LOG = logging.getLogger(__name__)
 
 
 class Channel(Protocol):
@@ -29,6 +32,10 @@ class AcknowledgedVersions(Protocol):
 
     def check_taken(self) -> None: ...
 
+    async def regained(self, version: int, seconds: float) -> bool: ...
+
+    def whereabouts(self) -> str: ...
+
 
 class AcknowledgementListener(Protocol):
     def acknowledged(self, version: int) -> None: ...
@@ -44,28 +51,41 @@ class WeightPublisher:
         pool: AcknowledgedVersions,
         rollouts: AcknowledgementListener,
         journal: RunJournal,
+        patience: float = 0.0,
     ) -> None:
+        """``patience``: seconds to wait for a server when none is left; somebody else may start one again."""
+        self._patience = patience
         self._channel = channel
         self._pool = pool
         self._rollouts = rollouts
         self._journal = journal
 
     async def publish(self, version: int) -> None:
-        """Bring ``version`` to every server that can take it.
+        """Bring ``version`` to every server that can take it. Where none is left, wait for one that comes back.
 
         Raises:
-            WeightUpdateError: no server serves it.
+            WeightUpdateError: it could not be exported.
+            ReachedNoServer: no server serves it.
             ServersTaken: since all of them serve another run by now.
         """
         with self._journal.publication(version):
             try:
                 receipts = await self._channel.publish(version)
-            except WeightUpdateError:
-                await self._pool.look_at_all()
-                self._pool.check_taken()
-                raise
+            except ReachedNoServer as error:
+                await self._until_regained(version, error)
+                receipts = ()
         self._journal.published(receipts, self._channel.times)
         self._tell()
+
+    async def _until_regained(self, version: int, error: ReachedNoServer) -> None:
+        await self._pool.look_at_all()
+        self._pool.check_taken()
+        if not self._patience:
+            raise error
+        _LOG.warning("%s; waiting up to %g s for one to come back", error, self._patience)
+        if not await self._pool.regained(version, self._patience):
+            self._pool.check_taken()
+            raise ReachedNoServer(f"{error}; none came back ({self._pool.whereabouts()})") from error
 
     async def follow(self) -> NoReturn:
         """For ever: pass on what changes between publications, as when a server that was behind leaves the rotation.

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from areal_like.api.weights import CommitReceipt, InterruptMode, Manifest
 from areal_like.api.wire import StageAnswer
-from areal_like.errors import ArealLikeError, StaleCommand, WeightUpdateError
+from areal_like.errors import ArealLikeError, ReachedNoServer, StaleCommand, WeightUpdateError
 from areal_like.weights.losses import tell_lost
 from areal_like.weights.manifest import check_manifest
 
@@ -142,8 +142,9 @@ class WeightChannel:
 
         Raises:
             StaleCommand: a newer version was published before.
-            WeightUpdateError: the export overran its deadline or made a wrong manifest, or no server serves the
-                version; the message has every server's reason.
+            WeightUpdateError: the export overran its deadline or made a wrong manifest.
+            ReachedNoServer: no server serves the version; the message has every server's reason. One that comes back
+                gets it by :meth:`readmit`.
             RemoteError, RpcError: what the exporter raised. No server was touched.
         """
         async with self._lock:
@@ -237,7 +238,7 @@ class WeightChannel:
                 self._eject(name, f"publication of version {manifest.version} was broken off", reasons)
         if not receipts:
             detail = "; ".join(f"{name}: {reason}" for name, reason in sorted(reasons.items()))
-            raise WeightUpdateError(
+            raise ReachedNoServer(
                 f"version {manifest.version} reached no server ({detail or 'none was in rotation'}); "
                 "see the servers' logs"
             )

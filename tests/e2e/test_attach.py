@@ -17,6 +17,7 @@ import pytest
 from fakes.proxy import Proxy, proxied
 
 from launcher.child import TOKEN_VARIABLE
+from launcher.engine_process import free_port
 
 if TYPE_CHECKING:
     from launched import Launched, Workspace
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
-def serve(workspace: Workspace) -> tuple[Launched, str]:
+def serve(workspace: Workspace, *overrides: str) -> tuple[Launched, str]:
     """A server in the foreground of its own, and its URL."""
-    served = workspace.start("serve", "exp.yaml")
+    served = workspace.start("serve", "exp.yaml", *overrides)
     found = served.until(lambda: re.search(r"at (http://\S+)", served.out_file.read_text()), "an address")
     return served, found[1]
 
@@ -146,7 +147,7 @@ def test_a_run_goes_on_beside_a_server_that_answers_500(workspace: Workspace, mo
 
 
 def test_a_run_ends_when_its_only_server_answers_500(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In time, with what the server said; nothing waits for it for ever."""
+    """In time, with what the server said: it answers, and two more tries are all that it gets."""
     from launched import ENDLESS
 
     monkeypatch.setenv(TOKEN_VARIABLE, "theirs")
@@ -161,6 +162,33 @@ def test_a_run_ends_when_its_only_server_answers_500(workspace: Workspace, monke
     assert run.left() == {}
     served.send(signal.SIGINT)
     served.end()
+
+
+def test_the_only_server_may_die_and_be_started_again(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the run was about to publish or waits for answers: it goes on, under its own weights alone."""
+    from launched import ENDLESS, steps_of
+
+    monkeypatch.setenv(TOKEN_VARIABLE, "theirs")
+    port = f"rollout.port={free_port('127.0.0.1')}"
+    served, url = serve(workspace, port)
+    run = workspace.start_run("comeback", f'rollout.servers=["{url}"]', *ENDLESS)
+    run.until_steps(2)
+    served.process.kill()
+    run.until(lambda: "left the rotation" in run.said(), "the loss is seen")
+    again, _ = serve(workspace, port)
+    run.until(lambda: "is back in rotation" in run.said(), "the server has its weights")
+    before = len(steps_of(run.paths))
+    run.until_steps(before + 2)
+    run.press_ctrl_c()
+    ended = run.end()
+    assert ended.status == 128 + signal.SIGINT
+    assert "Traceback" not in ended.err
+    assert run.left() == {}
+    steps = steps_of(run.paths)
+    assert [step["version"] for step in steps] == list(range(1, len(steps) + 1))
+    assert max(step["lag_max"] for step in steps) <= 2
+    again.send(signal.SIGINT)
+    again.end()
 
 
 @contextmanager

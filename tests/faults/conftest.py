@@ -81,10 +81,12 @@ def start_servers(model_path: Path) -> Iterator[Callable[..., list[ServerProcess
     """Starts servers side by side and waits for all; they are gone afterwards, however the test ended."""
     running: list[ServerProcess] = []
 
-    def start(*names: str) -> list[ServerProcess]:
+    def start(*names: str, port: int = 0) -> list[ServerProcess]:
         addresses: list[int] = []
         for name in names:
-            spec = InferenceServerSpec(name=name, model_path=str(model_path), max_batch_size=8, context_length=CONTEXT)
+            spec = InferenceServerSpec(
+                name=name, model_path=str(model_path), max_batch_size=8, context_length=CONTEXT, port=port
+            )
             ours, theirs = os.pipe()  # for its address alone: what it prints is nobody's to read, and a pipe can fill
             command = [sys.executable, "-c", _SERVE, spec.model_dump_json(), TOKEN, str(theirs)]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -139,12 +141,16 @@ def open_cluster(run_id: str, tmp_path: Path) -> Callable[..., Any]:
 
     @asynccontextmanager
     async def opened(
-        *servers: ServerProcess, timeout: float = 30.0, update_timeout: float = 20.0, health: float = QUICK.timeout
+        *servers: ServerProcess,
+        timeout: float = 30.0,
+        update_timeout: float = 20.0,
+        health: float = QUICK.timeout,
+        interval: float = QUICK.interval,
     ) -> AsyncIterator[Cluster]:
         writer = make_writer(TransportKind.SHM, run_id=run_id, directory=tmp_path, bucket_bytes=4096)
         trainer = Trainer(writer=writer, models=[build_model(0), build_model(1)])
         try:
-            async with ServerPool(replace(QUICK, timeout=health)) as pool:
+            async with ServerPool(replace(QUICK, timeout=health, interval=interval)) as pool:
                 for server in servers:
                     await pool.add(server.name, server.url, EmbeddedControl(server.name, server.url, token=TOKEN))
                 retry = RetryPolicy(first=0.02, limit=0.2)

@@ -13,7 +13,7 @@ import torch
 from areal_like.api.generation import GenerationHyperparameters, ModelRequest, ModelResponse, StopReason
 from areal_like.client.control import EmbeddedControl
 from areal_like.client.server import ServerState
-from areal_like.errors import NoServerAvailable, RequestError, ServerUnavailable, WeightUpdateError
+from areal_like.errors import NoServerAvailable, ReachedNoServer, RequestError, ServerUnavailable, WeightUpdateError
 from areal_like.weights.segments import segment_path
 
 Start = Callable[..., list[Any]]
@@ -137,6 +137,53 @@ async def test_a_stalled_server_is_ejected_by_the_publication_and_comes_back_wit
         assert {s.version for s in cluster.pool.statistics().servers} == {2}
         answer = await cluster.pool.weight_server("a").digest(timeout=5)
         assert (answer.version, answer.digest) == (2, cluster.channel.manifest.digest)
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["idle", "in mid-request"])
+async def test_the_only_server_is_waited_for_and_gets_the_newest_version(
+    start_servers: Start, open_cluster: Any, asked: bool
+) -> None:
+    """Killed, and started again at its address by somebody else: requests wait, and its own weights never count."""
+    (a,) = start_servers("a")
+    async with open_cluster(a) as cluster, asyncio.timeout(90):
+        await cluster.channel.publish(0)
+        await cluster.channel.publish(1)
+        answer = asyncio.create_task(cluster.engine.agenerate(_request(LONG if asked else 16)))
+        if asked:
+            await _in_flight(cluster, "a")
+        else:
+            await answer
+        a.end()
+        with pytest.raises(ReachedNoServer, match="version 2 reached no server"):
+            await cluster.channel.publish(2)
+        readmitting = asyncio.create_task(cluster.channel.readmit_recovered())
+        waiting = asyncio.create_task(cluster.pool.regained(2, 60))
+        await asyncio.to_thread(start_servers, "a", port=int(a.url.rpartition(":")[2]))
+        assert await waiting
+        readmitting.cancel()
+        record = cluster.pool.statistics().servers[0]
+        assert (record.state, record.version) == (ServerState.IN_ROTATION, 2)
+        told = await cluster.pool.weight_server("a").digest(timeout=5)
+        assert (told.version, told.digest) == (2, cluster.channel.manifest.digest)
+        assert set((await answer).output_versions) <= {1, 2}
+        assert set((await cluster.engine.agenerate(_request(16))).output_versions) == {2}
+
+
+async def test_a_server_started_again_between_two_questions_writes_nothing_that_counts(
+    start_servers: Start, open_cluster: Any
+) -> None:
+    """It answers at once, under the weights that it was started with; its next health question is far away."""
+    (a,) = start_servers("a")
+    async with open_cluster(a, interval=3600.0) as cluster, asyncio.timeout(90):
+        await cluster.channel.publish(0)
+        await cluster.channel.publish(1)
+        a.end()
+        await asyncio.to_thread(start_servers, "a", port=int(a.url.rpartition(":")[2]))
+        readmitting = asyncio.create_task(cluster.channel.readmit_recovered())
+        answer = await cluster.engine.agenerate(_request(16))
+        readmitting.cancel()
+        assert set(answer.output_versions) == {1}
+        assert answer.output_logprobs == pytest.approx(_logprobs(cluster.trainer.models[1], answer), abs=1e-4)
 
 
 async def test_a_server_that_hangs_in_mid_request_hands_it_over(start_servers: Start, open_cluster: Any) -> None:

@@ -227,7 +227,7 @@ async def test_an_update_that_is_over_is_not_slept_through(server: Any, wire: An
 
     async def script(body: Any) -> Any:
         if asked.is_set():
-            return wire.output([1])
+            return wire.output([1], version=10**6)
         asked.set()
         return first
 
@@ -247,6 +247,21 @@ async def _acknowledge_until(pool: Any, server: Any, answer: asyncio.Task[Any]) 
         version += 1
         pool.acknowledge(server.receipt(version))
         await asyncio.wait({answer}, timeout=0.05)
+
+
+async def test_an_answer_of_older_weights_than_acknowledged_is_never_used(new_server: New, wire: Any) -> None:
+    """Its server was started again behind our back, or obeys another run: the request moves before health tells."""
+    a, b = await new_server("a"), await new_server("b")
+    a.script = _script(wire.output([3, 4], version=1))
+    b.script = _script(wire.output([5, 6], version=2))
+    async with _engine(wire, a, b) as (engine, pool):
+        pool.acknowledge(a.receipt(version=2))
+        pool.acknowledge(b.receipt(version=2))
+        for server in (a, b):
+            server.health = server.health.model_copy(update={"version": 2})
+        response = await engine.agenerate(_request())
+        assert (response.output_tokens, response.output_versions) == ([5, 6], [2, 2])
+        assert engine.statistics().retries == 1
 
 
 async def test_a_server_that_is_busy_for_ever_ends_at_the_deadline(server: Any, wire: Any) -> None:

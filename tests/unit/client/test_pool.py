@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from areal_like.client.control import EmbeddedControl
 from areal_like.client.pool import ServerPool
 from areal_like.client.server import ServerState
-from areal_like.errors import ServersTaken, ServerUnavailable
+from areal_like.errors import ConfigError, ServersTaken, ServerUnavailable
 
 New = Callable[[str], Awaitable[Any]]
 
@@ -192,6 +193,69 @@ async def test_a_server_that_obeys_another_run_leaves_for_good(new_server: New, 
         told = rf"taken over {a.url} \(by incarnation 4\), {b.url} \(by incarnation 5\); this run is incarnation 3"
         with pytest.raises(ServersTaken, match=told):
             pool.check_taken()
+
+
+async def test_a_server_that_was_started_again_is_spoken_to_anew(server: Any, wire: Any) -> None:
+    """What a control and a dialect remember is of the server before: a version that the new one never loaded."""
+    links = []
+
+    async def relink() -> Any:
+        links.append(SimpleNamespace(control=EmbeddedControl("s0", server.url, token=wire.TOKEN), dialect=object()))
+        return links[-1]
+
+    async with ServerPool(wire.QUICK) as pool:
+        await pool.add("s0", server.url, EmbeddedControl("s0", server.url, token=wire.TOKEN), relink=relink)
+        first = pool.weight_server("s0")
+        pool.acknowledge(server.receipt())
+        pool.eject("s0", "stalled")
+        await pool.next_recovered()
+        assert pool.weight_server("s0") is first  # the same server still
+        server.health = server.health.model_copy(update={"version": 3})
+        pool.acknowledge(server.receipt(version=3))
+        server.health = server.health.model_copy(update={"version": -1, "context_length": 32})
+        await pool.next_recovered()
+        assert (pool.weight_server("s0"), pool.dialect("s0")) == (links[0].control, links[0].dialect)
+        assert pool.context_length == 32
+
+
+async def test_the_only_server_is_waited_for_while_nothing_answers(server: Any, wire: Any) -> None:
+    async with wire.pool_of(server) as pool:
+        port = server.port
+        await server.stop()
+        waiting = asyncio.create_task(pool.regained(1, 60))
+        await _until(pool, lambda: pool.statistics().in_rotation == 0)
+        for _ in range(3):  # refused again and again, and gone in between
+            pool._servers["s0"].offered = True
+            pool.eject("s0", "it died on the way")
+            await pool.look_at_all()
+        assert not waiting.done()
+        await server.start(port)
+        async with asyncio.timeout(5):
+            await pool.next_recovered()
+        pool.acknowledge(server.receipt(version=0))
+        await asyncio.sleep(0)
+        assert not waiting.done()  # with older weights it is not what is waited for
+        pool.acknowledge(server.receipt(version=1))
+        assert await waiting
+
+
+async def test_a_server_that_answers_and_takes_nothing_is_given_up(server: Any, wire: Any) -> None:
+    async def relink() -> Any:
+        raise ConfigError("another engine answers there")
+
+    async with ServerPool(wire.QUICK) as pool:
+        await pool.add("s0", server.url, EmbeddedControl("s0", server.url, token=wire.TOKEN), relink=relink)
+        pool.eject("s0", "stage failed")
+        async with asyncio.timeout(5):
+            assert not await pool.regained(0, 60)
+        assert "s0 is ejected (it was started again, and cannot join: another engine" in pool.whereabouts()
+
+
+async def test_what_does_not_come_back_in_time_is_given_up(server: Any, wire: Any) -> None:
+    async with wire.pool_of(server) as pool:
+        await server.stop()
+        pool.eject("s0", "stage failed")
+        assert not await pool.regained(0, 0.01)
 
 
 async def test_our_own_newer_incarnation_is_no_other_run(server: Any, wire: Any) -> None:

@@ -13,7 +13,7 @@ from control_cases import receipt_of
 from areal_like.api.weights import CommitReceipt
 from areal_like.control.journal import RunJournal
 from areal_like.control.publishing import WeightPublisher
-from areal_like.errors import ServersTaken, WeightUpdateError
+from areal_like.errors import ReachedNoServer, ServersTaken, WeightUpdateError
 from areal_like.weights.channel import PublicationTimes
 
 
@@ -22,7 +22,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.lowest_version = -1
-        self.taken = self.looked = False
+        self.taken = self.looked = self.returns = False
         self._event = asyncio.Event()
 
     def move(self, version: int) -> None:
@@ -40,6 +40,14 @@ class Pool:
         if self.taken and self.looked:
             raise ServersTaken("by another run")
 
+    async def regained(self, version: int, seconds: float) -> bool:
+        assert seconds == 60
+        self.lowest_version = version if self.returns else self.lowest_version
+        return self.returns
+
+    def whereabouts(self) -> str:
+        return "s0 is ejected"
+
 
 class Listeners:
     """Journal, rollouts and channel at once."""
@@ -47,12 +55,12 @@ class Listeners:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.told: list[Any] = []
-        self.fails = False
+        self.fails: type[Exception] | None = None
         self.times: PublicationTimes | None = None
 
     async def publish(self, version: int) -> tuple[CommitReceipt, ...]:
         if self.fails:
-            raise WeightUpdateError("no server")
+            raise self.fails("no server")
         self.pool.lowest_version = version
         self.times = PublicationTimes(export=float(version), servers={})
         return (receipt_of(version),)
@@ -75,9 +83,11 @@ def listeners() -> Listeners:
     return Listeners(Pool())
 
 
-def _publisher(listeners: Listeners) -> WeightPublisher:
+def _publisher(listeners: Listeners, patience: float = 0.0) -> WeightPublisher:
     journal = cast(RunJournal, listeners)
-    return WeightPublisher(channel=listeners, pool=listeners.pool, rollouts=listeners, journal=journal)
+    return WeightPublisher(
+        channel=listeners, pool=listeners.pool, rollouts=listeners, journal=journal, patience=patience
+    )
 
 
 async def test_a_publication_is_noted_and_then_acknowledged(listeners: Listeners) -> None:
@@ -85,15 +95,31 @@ async def test_a_publication_is_noted_and_then_acknowledged(listeners: Listeners
     assert listeners.told == ["begin 3", [3], "exported in 3 s", 3]
 
 
-async def test_a_failed_publication_tells_nobody_of_the_version(listeners: Listeners) -> None:
-    listeners.fails = True
-    with pytest.raises(WeightUpdateError):
-        await _publisher(listeners).publish(3)
+@pytest.mark.parametrize(("fails", "patience"), [(ReachedNoServer, 0.0), (WeightUpdateError, 60.0)])
+async def test_a_failed_publication_tells_nobody_of_the_version(
+    listeners: Listeners, fails: type[Exception], patience: float
+) -> None:
+    """Nobody waits for servers of ours, nor for any where there is no version to give them."""
+    listeners.fails, listeners.pool.returns = fails, True
+    with pytest.raises(fails, match=r"no server$"):
+        await _publisher(listeners, patience).publish(3)
     assert listeners.told == ["begin 3"]
 
 
+async def test_a_publication_waits_for_the_only_server_to_be_started_again(listeners: Listeners) -> None:
+    listeners.fails, listeners.pool.returns = ReachedNoServer, True
+    await _publisher(listeners, 60).publish(3)
+    assert listeners.told == ["begin 3", [], None, 3]
+
+
+async def test_a_server_that_does_not_come_back_is_told_with_where_it_is(listeners: Listeners) -> None:
+    listeners.fails = ReachedNoServer
+    with pytest.raises(ReachedNoServer, match=r"no server; none came back \(s0 is ejected\)"):
+        await _publisher(listeners, 60).publish(3)
+
+
 async def test_a_publication_that_failed_since_another_run_has_the_servers_says_so(listeners: Listeners) -> None:
-    listeners.fails = listeners.pool.taken = True
+    listeners.fails, listeners.pool.taken = ReachedNoServer, True
     with pytest.raises(ServersTaken, match="by another run"):
         await _publisher(listeners).publish(3)
 
