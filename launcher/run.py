@@ -98,7 +98,10 @@ async def _evaluate_in(session: Session, progress: RunProgress) -> None:
     config = session.context.config
     progress.stage(f"starting {config.rollout.spec.data} servers with {config.model.path}")
     await start_servers(session)
-    async with open_user_code(session.context) as user, open_serving(session, user.tokenizer) as serving:
+    async with (
+        open_user_code(session.context) as user,
+        open_serving(session, user.tokenizer, commands=False) as serving,
+    ):
         await _serve_as_loaded(session, serving)
         evaluator = user.evaluator(serving.engine)
         if evaluator is None:

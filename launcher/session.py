@@ -23,6 +23,7 @@ from areal_like.config.paths import RunPaths
 from areal_like.control.evaluation import EvaluationSettings, Evaluator
 from areal_like.control.registry import Registry
 from areal_like.errors import RequestError, ServerUnavailable
+from areal_like.inference.backends.base import ServerLink
 from areal_like.rollout.convert import to_trajectories
 from areal_like.rollout.datasets import read_jsonl
 from areal_like.rollout.episode import Converter
@@ -34,6 +35,7 @@ from areal_like.train.spec import TrainWorkerSpec
 from launcher.child import TOKEN_VARIABLE
 from launcher.devices import this_machine
 from launcher.engines import open_link, server_part, servers_token
+from launcher.incarnations import claim, claim_incarnation
 from launcher.local import LocalLauncher
 from launcher.model_files import vocabulary_size
 from launcher.processes import INFERENCE, TRAIN, PlannedProcess, plan_processes
@@ -143,8 +145,10 @@ class Serving:
 
 
 @asynccontextmanager
-async def open_serving(session: Session, tokenizer: Tokenizer) -> AsyncIterator[Serving]:
+async def open_serving(session: Session, tokenizer: Tokenizer, *, commands: bool = True) -> AsyncIterator[Serving]:
     """Wait for the servers and join them. They get requests after their first receipt.
+
+    ``commands``: weights will be published, for which servers of others obey this run alone from here on.
 
     Raises:
         InfrastructureError: a server did not become ready in time, or one that we were given does not answer.
@@ -155,13 +159,23 @@ async def open_serving(session: Session, tokenizer: Tokenizer) -> AsyncIterator[
     addresses = await _server_addresses(session)
     eos = tokenizer.eos_token_id
     rules = TextRules(decode=tokenizer.decode, eos_token_ids=frozenset() if eos is None else frozenset({eos}))
-    incarnation = 0
+    incarnation, run_id = 0, session.context.run_id
+
+    async def relink(name: str, url: str) -> ServerLink:
+        """To a server that somebody has started again, unless another run has it by now."""
+        link = await open_link(config, name, url, token)
+        if rollout.servers and commands:
+            async with AsyncExitStack() as refused:
+                refused.push_async_callback(link.control.aclose)
+                await claim(link.control, incarnation, run_id=run_id, timeout=rollout.control_timeout)
+                refused.pop_all()
+        return link
+
     async with ServerPool(HealthPolicy(timeout=rollout.control_timeout)) as pool:
         for name, url in addresses.items():
             try:
                 link = await open_link(config, name, url, token)
-                relink = partial(open_link, config, name, url, token)
-                answer = await pool.add(name, url, link.control, link.dialect, relink)
+                await pool.add(name, url, link.control, link.dialect, partial(relink, name, url))
             except RequestError as error:
                 raise ServerUnavailable(
                     f"rollout.servers: {url} refuses this run: {error}; {TOKEN_VARIABLE} must hold the token that it "
@@ -173,8 +187,9 @@ async def open_serving(session: Session, tokenizer: Tokenizer) -> AsyncIterator[
                 raise ServerUnavailable(
                     f"rollout.servers: {url} does not answer as a server should: {error}; start it, or name where it is"
                 ) from error
-            if rollout.servers:
-                incarnation = max(incarnation, answer.incarnation + 1)
+        if rollout.servers and commands:
+            controls = [pool.weight_server(name) for name in addresses]
+            incarnation = await claim_incarnation(controls, run_id=run_id, timeout=rollout.control_timeout)
         pool.command(incarnation)
         retry = RetryPolicy(retries=rollout.request_retries)
         async with RemoteEngine(pool, token=token, timeout=rollout.request_timeout, retry=retry, rules=rules) as engine:

@@ -9,6 +9,7 @@ status 400 (the request is wrong: final), 401 (token), 404, 409 (older incarnati
 | POST /abort            | AbortBody           | {"aborted": int}  |
 | POST /pause            | PauseBody           | PauseAnswer       |
 | POST /resume           | ControlBody         | PauseAnswer       |
+| POST /claim            | ClaimBody           | HealthAnswer      |
 | POST /weights/stage    | StageBody           | StageAnswer       |
 | POST /weights/commit   | CommitBody          | CommitReceipt     |
 | GET  /weights/digest   |                     | DigestAnswer      |
@@ -96,6 +97,12 @@ class ControlBody(_Body):
     """A control call; the server refuses (409) an incarnation older than the newest it has seen."""
 
     incarnation: int
+
+
+class ClaimBody(ControlBody):
+    """A run joins under a new ``incarnation``: granted to one run, and to that one again; else refused (409)."""
+
+    run_id: str = Field(min_length=1)
 
 
 class PauseBody(ControlBody):

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from areal_like.api.weights import CommitReceipt, InterruptMode, Manifest
 from areal_like.api.wire import (
     AbortBody,
+    ClaimBody,
     CommitBody,
     ControlBody,
     DigestAnswer,
@@ -62,6 +63,15 @@ class TellsDigest(Protocol):
     async def digest(self, *, timeout: float) -> DigestAnswer: ...
 
 
+@runtime_checkable
+class ClaimsServer(Protocol):
+    """A control whose server grants an incarnation to one run alone."""
+
+    async def claim(self, *, incarnation: int, run_id: str, timeout: float) -> HealthAnswer:
+        """Raises StaleCommand where another run has it, or a newer one."""
+        ...
+
+
 class EmbeddedControl:
     """:class:`ServerControl` over ``areal_like.api.wire``."""
 
@@ -83,6 +93,10 @@ class EmbeddedControl:
     async def digest(self, *, timeout: float) -> DigestAnswer:
         """What the server's live weights hold now."""
         return await self._call("GET", "/weights/digest", DigestAnswer, timeout)
+
+    async def claim(self, *, incarnation: int, run_id: str, timeout: float) -> HealthAnswer:
+        body = ClaimBody(incarnation=incarnation, run_id=run_id)
+        return await self._call("POST", "/claim", HealthAnswer, timeout, body)
 
     async def pause(self, *, incarnation: int, mode: InterruptMode, timeout: float) -> PauseAnswer:
         return await self._call("POST", "/pause", PauseAnswer, timeout, PauseBody(incarnation=incarnation, mode=mode))

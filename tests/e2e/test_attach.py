@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 from fakes.proxy import Proxy, proxied
+from launched import PATIENCE
 
 from launcher.child import TOKEN_VARIABLE
 from launcher.engine_process import free_port
@@ -94,6 +96,31 @@ def test_a_run_whose_server_was_taken_over_says_by_whom_and_ends(
     assert first.left() == {}
     assert second.end().status == 0
     assert [step["version"] for step in steps_of(second.paths)] == [1, 2, 3]
+    served.send(signal.SIGINT)
+    served.end()
+
+
+def test_of_two_runs_that_join_a_fresh_server_at_once_one_goes_on(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from launched import ENDLESS, steps_of
+
+    monkeypatch.setenv(TOKEN_VARIABLE, "theirs")
+    served, url = serve(workspace)
+    runs = [workspace.start_run(f"at-once-{i}", f'rollout.servers=["{url}"]', *ENDLESS) for i in range(2)]
+    deadline = time.monotonic() + PATIENCE
+    while all(run.process.poll() is None for run in runs):
+        assert time.monotonic() < deadline, [run.said() for run in runs]
+        time.sleep(0.05)
+    lost, left = sorted(runs, key=lambda run: run.process.poll() is None)
+    ended = lost.end()
+    assert ended.status == 1
+    found = re.search(r"taken over \S+ \(by incarnation (\d)\); this run is incarnation (\d)", ended.err)
+    assert found is not None, ended.err
+    assert found.groups() == ("2", "1")
+    left.until_steps(max(2, len(steps_of(left.paths)) + 1))
+    left.press_ctrl_c()
+    assert left.end().status == 128 + signal.SIGINT
     served.send(signal.SIGINT)
     served.end()
 

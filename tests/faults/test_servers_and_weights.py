@@ -11,10 +11,19 @@ import pytest
 import torch
 
 from areal_like.api.generation import GenerationHyperparameters, ModelRequest, ModelResponse, StopReason
+from areal_like.api.weights import InterruptMode
 from areal_like.client.control import EmbeddedControl
 from areal_like.client.server import ServerState
-from areal_like.errors import NoServerAvailable, ReachedNoServer, RequestError, ServerUnavailable, WeightUpdateError
+from areal_like.errors import (
+    NoServerAvailable,
+    ReachedNoServer,
+    RequestError,
+    ServerUnavailable,
+    StaleCommand,
+    WeightUpdateError,
+)
 from areal_like.weights.segments import segment_path
+from launcher.incarnations import claim_incarnation
 
 Start = Callable[..., list[Any]]
 
@@ -184,6 +193,25 @@ async def test_a_server_started_again_between_two_questions_writes_nothing_that_
         readmitting.cancel()
         assert set(answer.output_versions) == {1}
         assert answer.output_logprobs == pytest.approx(_logprobs(cluster.trainer.models[1], answer), abs=1e-4)
+
+
+async def test_runs_that_join_at_once_share_no_incarnation(start_servers: Start) -> None:
+    servers = start_servers("a", "b")
+    controls = [EmbeddedControl(s.name, s.url, token="faults-token") for s in servers]
+    runs = [f"run-{i}" for i in range(4)]
+    given = await asyncio.gather(*(claim_incarnation(controls, run_id=run, timeout=20) for run in runs))
+    assert len(set(given)) == len(runs)
+    newest, winner = max(zip(given, runs, strict=True))
+    assert {(await control.health(timeout=20)).incarnation for control in controls} == {newest}
+    for control in controls:
+        await control.claim(incarnation=newest, run_id=winner, timeout=20)  # its answer may have been lost
+        for number, run in ((newest, "another"), (newest - 1, winner)):
+            with pytest.raises(StaleCommand, match=f"the newest is {newest}"):
+                await control.claim(incarnation=number, run_id=run, timeout=20)
+        for number in sorted(set(given) - {newest}):  # whoever has an older one is refused from here on
+            with pytest.raises(StaleCommand):
+                await control.pause(incarnation=number, mode=InterruptMode.KEEP, timeout=20)
+        await control.aclose()
 
 
 async def test_a_server_that_hangs_in_mid_request_hands_it_over(start_servers: Start, open_cluster: Any) -> None:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from areal_like.api.weights import CommitReceipt
 from areal_like.api.wire import (
     AbortBody,
+    ClaimBody,
     CommitBody,
     ControlBody,
     DigestAnswer,
@@ -126,6 +127,10 @@ def _add_routes(app: FastAPI, service: InferenceService) -> None:
     @app.post("/resume")
     async def resume(body: ControlBody) -> PauseAnswer:
         return await service.resume(body)
+
+    @app.post("/claim")
+    async def claim(body: ClaimBody) -> HealthAnswer:
+        return service.claim(body)
 
     @app.post("/weights/stage")
     async def stage(body: StageBody) -> StageAnswer:

@@ -31,6 +31,7 @@ class ServedWeights:
         self._server = server
         self._lock = asyncio.Lock()
         self._incarnation = 0
+        self._claimed_by = ""
         self._version_incarnation = 0
         self._receipt: CommitReceipt | None = None
         self._bytes_total = 0
@@ -44,6 +45,19 @@ class ServedWeights:
     def bytes_total(self) -> int:
         """Bytes staged since the start."""
         return self._bytes_total
+
+    def claim(self, incarnation: int, run_id: str) -> None:
+        """Give ``incarnation`` to a run that joins. Compares and sets without a break: of two runs, one gets it.
+
+        Raises:
+            StaleCommand: (HTTP 409) another run has it, or a newer one.
+        """
+        again = (incarnation, run_id) == (self._incarnation, self._claimed_by)
+        if incarnation <= self._incarnation and not again:
+            raise StaleCommand(
+                f"{self._server}: incarnation {incarnation} is another run's, the newest is {self._incarnation}"
+            )
+        self._incarnation, self._claimed_by = incarnation, run_id
 
     def check_incarnation(self, incarnation: int) -> None:
         """Remember ``incarnation``; refuse one older than remembered.

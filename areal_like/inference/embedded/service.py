@@ -20,6 +20,7 @@ import torch
 from areal_like.api.weights import CommitReceipt
 from areal_like.api.wire import (
     AbortBody,
+    ClaimBody,
     CommitBody,
     ControlBody,
     DigestAnswer,
@@ -149,6 +150,10 @@ class InferenceService:
     async def pause(self, body: PauseBody) -> PauseAnswer:
         self._weights.check_incarnation(body.incarnation)
         return _pause_answer(await asyncio.wrap_future(self._engine.pause(body.mode)))
+
+    def claim(self, body: ClaimBody) -> HealthAnswer:
+        self._weights.claim(body.incarnation, body.run_id)
+        return self.health()
 
     async def resume(self, body: ControlBody) -> PauseAnswer:
         self._weights.check_incarnation(body.incarnation)
