@@ -54,6 +54,9 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("overrides", nargs="*", metavar="key=value", help="as in actor.optimizer.lr=1e-4")
         if name in ("run", "check"):
             command.add_argument("--force", action="store_true", help="move an earlier run of this name aside")
+        if name == "check":
+            engine = "let the engine's own parser read its flags, too (seconds; starts no server)"
+            command.add_argument("--engine", action="store_true", help=engine)
         if name in ("run", "eval"):
             command.add_argument("--plain", action="store_true", help="progress as lines, not as a live bar")
         if name == "eval":

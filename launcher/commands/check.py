@@ -9,6 +9,8 @@ from areal_like.config.load import load_config
 from areal_like.config.paths import RunPaths
 from areal_like.errors import ConfigError
 from launcher.checks import check_experiment
+from launcher.devices import this_machine
+from launcher.engine_parser import check_with_engine
 from launcher.run_directory import check_run_directory
 
 
@@ -26,6 +28,11 @@ def run(arguments: argparse.Namespace) -> int:
     report = check_experiment(config, force=True)
     for warning in [*report.warnings, *_earlier_run(config, force=arguments.force)]:
         print(f"warning: {warning}")
+    read_by = check_with_engine(config, this_machine()) if arguments.engine else None
+    if arguments.engine:
+        print(
+            f"flags: read by {read_by}" if read_by else "flags: none, as no server of an engine of its own is started"
+        )
     valid = f", {report.valid_rows} validation" if config.valid_dataset is not None else ""
     context = "" if report.model.context_length is None else f", context of {report.model.context_length} tokens"
     print(

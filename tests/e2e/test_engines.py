@@ -69,6 +69,14 @@ def test_smollm2_trains_a_few_steps(experiment: ExperimentConfig, tmp_path: Path
     assert all(step["train"]["train/skipped_minibatches"] == 0 for step in steps)
 
 
+def test_a_misspelt_flag_is_told_by_the_engines_own_parser(experiment: ExperimentConfig) -> None:
+    name = experiment.rollout.spec.name
+    command = [sys.executable, "-m", "launcher", "check", str(path_of(name)), "--engine"]
+    for flags, status, said in (((), 0, "flags: read by"), ((f"{name}.blokc_size=16",), 2, "--blokc-size")):
+        ended = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True, check=False, timeout=HUNG)
+        assert (ended.returncode, said in ended.stdout + ended.stderr) == (status, True), ended.stderr
+
+
 def gaps(steps: list[dict[str, Any]]) -> list[float]:
     """Of steps that trained on tokens of the current version alone: lag has no part in them."""
     return [
