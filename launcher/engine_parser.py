@@ -1,7 +1,7 @@
 """What an engine's own parser says of its flags: a process in the engine's environment that parses, and serves nothing.
 
 The server's whole command is run, up to the moment in which it has parsed its command line. That takes as long as the
-engine needs to import itself (5 to 15 seconds), so it is done where somebody asks for it: ``areal-like check --engine``.
+engine needs to import itself (5 to 15 seconds), so it is done when it is asked for: ``areal-like check --engine``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def check_with_engine(config: ExperimentConfig, machine: Machine) -> str | None:
     """Let the engine's own parser read what its first server would be started with.
 
     Returns:
-        Who read it; None where there is no flag to read: the embedded engine has none, and servers of others have theirs.
+        Who read it; None where there is nothing to read: the embedded engine has no flags, servers of others theirs.
 
     Raises:
         ConfigError: it refuses a flag or a value, in its own words, or its environment is broken.
