@@ -1,4 +1,4 @@
-"""``areal-like run|plan|check|serve|eval|doctor|export``: what can be asked, and how errors are told.
+"""``areal-like run|plan|check|serve|eval|doctor|export|report``: what can be asked, and how errors are told.
 
 Parsing imports nothing heavy; a command's module is imported when it is run.
 """
@@ -30,6 +30,7 @@ _COMMANDS = {
     "eval": ("evaluate", "evaluate a checkpoint on the validation set"),
     "doctor": ("doctor", "print what this machine and its environments can run; start nothing"),
     "export": ("export", "copy a run's Hugging Face checkpoint"),
+    "report": ("report", "say how a run ended, and what is there of it"),
 }
 
 
@@ -46,6 +47,9 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument("run_folder", help="runs/<experiment>/<trial>")
             command.add_argument("target", help="folder to write; must not exist or be empty")
             command.add_argument("--checkpoint", metavar="N", type=int, help="version to copy (default: the newest)")
+            continue
+        if name == "report":
+            command.add_argument("run_folder", help="runs/<experiment>/<trial>")
             continue
         if name == "doctor":
             command.add_argument("experiment", nargs="?", help="look for this experiment's engine, too")

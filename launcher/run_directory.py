@@ -49,6 +49,17 @@ def check_run_directory(paths: RunPaths, *, force: bool) -> None:
             raise ConfigError(_occupied_message(paths))
 
 
+def running_process(paths: RunPaths) -> str | None:
+    """Who is running in a folder now, in words; None if nobody is."""
+    try:
+        with paths.lock.open("rb") as file:
+            if _try_lock(file.fileno()):
+                return None
+    except FileNotFoundError:
+        return None
+    return _holder_in_words(_read_holder(paths.lock))
+
+
 @contextlib.contextmanager
 def claim_run_directory(paths: RunPaths, *, run_id: str, force: bool) -> Iterator[Path | None]:
     """Hold the run's folder while the context lasts; yields where an earlier run was moved to, if one was.
@@ -150,5 +161,9 @@ def _occupied_message(paths: RunPaths) -> str:
 
 
 def _running_message(paths: RunPaths, holder: Holder | None) -> str:
-    who = f"process {holder.pid}" if holder is not None else "another process"
+    who = _holder_in_words(holder)
     return f"{paths.root}: {who} is running this trial now; stop it first, or choose another trial_name=..."
+
+
+def _holder_in_words(holder: Holder | None) -> str:
+    return f"process {holder.pid}" if holder is not None else "another process"

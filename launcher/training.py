@@ -44,7 +44,7 @@ from areal_like.rollout.store import TrajectoryStore
 from areal_like.train.group import RankHealth, TrainerGroup
 from areal_like.weights.channel import WeightChannel
 from areal_like.weights.snapshot_folders import remove_snapshots
-from launcher.checkpoints import list_checkpoints
+from launcher.ending import ending, newest_kept
 from launcher.processes import TRAIN
 from launcher.session import (
     RunContext,
@@ -181,21 +181,6 @@ async def train(session: Session, progress: RunProgress, stop: Stop, training: a
     ended = ending(summary.steps, context.config.total_train_steps, stop.reason)
     first = {"ended": ended, "checkpoint": newest_kept(context.paths.root)}
     progress.console.print(closing_table(summary, title=str(context.paths.root), first=first))
-
-
-def ending(steps: int, total: int, stopped_by: str) -> str:
-    """How a run that did not fail came to its end, as a clause."""
-    if stopped_by:
-        return f"stopped by {stopped_by} after {steps:,} of {total:,} steps"
-    return (
-        f"after all {total:,} steps" if steps >= total else f"prompts were used up after {steps:,} of {total:,} steps"
-    )
-
-
-def newest_kept(run_folder: Path) -> str:
-    """The newest checkpoint, as a person would name it in the run's folder."""
-    found = list(list_checkpoints(run_folder).values())
-    return str(found[-1].relative_to(run_folder)) if found else "none was saved"
 
 
 @contextmanager

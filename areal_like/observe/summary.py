@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from areal_like.errors import ConfigError
 from areal_like.observe.disk import writing
 from areal_like.observe.figures import tidy
 
@@ -82,6 +83,20 @@ class Summary:
                 with suppress(OSError):
                     aside.unlink(missing_ok=True)
                 raise
+
+
+def read_summary(path: Path) -> Summary:
+    """What :meth:`Summary.write` wrote.
+
+    Raises:
+        ConfigError: the file is missing, or no summary.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        figures = {name: found.pop(name) for name in Summary.__dataclass_fields__ if name != "extra"}
+        return Summary(**figures | {"groups": GroupCounts(**figures["groups"])}, extra=found)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: is no summary that a run wrote: {error}") from None
 
 
 class RunTally:

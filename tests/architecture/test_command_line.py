@@ -22,7 +22,7 @@ def test_help_answers_quickly_and_without_torch() -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert "run|plan|check|serve|eval|doctor|export" in ended.stdout
+    assert "run|plan|check|serve|eval|doctor|export|report" in ended.stdout
     # processor seconds, so that a busy machine does not fail it
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
 

@@ -40,7 +40,7 @@ def test_a_wrong_command_line_is_exit_code_2(words: list[str], capsys: pytest.Ca
     assert "usage: areal-like" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["run", "plan", "check", "serve", "eval", "export"])
+@pytest.mark.parametrize("command", ["run", "plan", "check", "serve", "eval", "export", "report"])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])

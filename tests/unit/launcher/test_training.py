@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from areal_like.control.supervision import Stop
@@ -11,7 +9,7 @@ from areal_like.errors import PromptsExhausted, RolloutsEnded, RpcError
 from areal_like.train.group import RankHealth
 from launcher.event_loop import FORCE_AFTER
 from launcher.session import KILL_GRACE, TERM_GRACE
-from launcher.training import SAVE_GRACE, STEP_GRACE, ending, held_version, newest_kept, until_no_batch_is_left
+from launcher.training import SAVE_GRACE, STEP_GRACE, held_version, until_no_batch_is_left
 
 
 @pytest.mark.parametrize(
@@ -31,26 +29,6 @@ def test_a_checkpoint_is_named_after_the_weights_in_it(method: str, at_rank: int
 def test_a_rank_that_does_not_answer_holds_nothing() -> None:
     with pytest.raises(RpcError, match="train-0 does not answer: gone"):
         held_version(RankHealth(rank=0, alive=False, reason="gone"), 3)
-
-
-@pytest.mark.parametrize(
-    ("steps", "stopped_by", "told"),
-    [
-        (1200, "", "after all 1,200 steps"),
-        (7, "SIGINT", "stopped by SIGINT after 7 of 1,200 steps"),
-        (0, "SIGTERM", "stopped by SIGTERM after 0 of 1,200 steps"),
-        (7, "", "prompts were used up after 7 of 1,200 steps"),
-    ],
-)
-def test_the_end_of_a_run_is_told_in_words(steps: int, stopped_by: str, told: str) -> None:
-    assert ending(steps, 1200, stopped_by) == told
-
-
-def test_what_is_left_to_use_is_told_in_words(tmp_path: Path) -> None:
-    assert newest_kept(tmp_path) == "none was saved"
-    for version in (2, 10):
-        (tmp_path / "checkpoints" / f"version-{version:06d}").mkdir(parents=True)
-    assert newest_kept(tmp_path) == "checkpoints/version-000010"
 
 
 def test_every_grace_together_ends_before_force_is_used() -> None:
