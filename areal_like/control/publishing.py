@@ -78,10 +78,10 @@ class WeightPublisher:
         self._tell()
 
     async def _until_regained(self, version: int, error: ReachedNoServer) -> None:
+        if not self._patience:  # servers of ours, which no other run can take and nobody starts again
+            raise error
         await self._pool.look_at_all()
         self._pool.check_taken()
-        if not self._patience:
-            raise error
         _LOG.warning("%s; waiting up to %g s for one to come back", error, self._patience)
         if not await self._pool.regained(version, self._patience):
             self._pool.check_taken()

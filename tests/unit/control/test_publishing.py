@@ -121,7 +121,7 @@ async def test_a_server_that_does_not_come_back_is_told_with_where_it_is(listene
 async def test_a_publication_that_failed_since_another_run_has_the_servers_says_so(listeners: Listeners) -> None:
     listeners.fails, listeners.pool.taken = ReachedNoServer, True
     with pytest.raises(ServersTaken, match="by another run"):
-        await _publisher(listeners).publish(3)
+        await _publisher(listeners, 60).publish(3)
 
 
 async def test_servers_that_another_run_took_end_this_one_without_a_publication(listeners: Listeners) -> None:
