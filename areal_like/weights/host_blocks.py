@@ -134,4 +134,11 @@ class HostBlocks:
         self._free.clear()
         if self._pinned:
             self._pinned = False
-            torch.accelerator.empty_host_cache()
+            _empty_host_cache()
+
+
+def _empty_host_cache() -> None:
+    """Give page-locked memory that nobody uses back to the system; torch 2.11 has no public name for it."""
+    empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
+    if empty is not None:
+        empty()

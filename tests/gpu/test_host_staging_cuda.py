@@ -306,8 +306,10 @@ def test_a_thread_that_was_left_behind_keeps_the_locked_memory(
     with torch.no_grad():
         model.load_weights(second.copy.plain(HEAD))
     check_model(model, weights(2))
+    second.copy.release()
     third = staged(receiver, writer.write(3, 0, weights(3).items()))
     check_places(third, on_device=False)
+    third.copy.release()
 
 
 def test_closed_the_pages_are_free_again(
