@@ -46,7 +46,7 @@ class Plan:
 PLANS = {
     "tiny": Plan(shape="tiny", requests=8, answer_tokens=48, updates=2, host_updates=2),
     "135m": Plan(shape="135m", requests=256, answer_tokens=512, updates=5, host_updates=3, server_bytes=24e9),
-    "6b": Plan(shape="6b", requests=256, answer_tokens=256, updates=4, host_updates=1, server_bytes=64e9),
+    "6b": Plan(shape="6b", requests=256, answer_tokens=256, updates=4, host_updates=3, server_bytes=64e9),
 }
 
 
