@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
@@ -120,15 +122,92 @@ def test_the_weight_updates_tables_are_the_files() -> None:
             assert any(all(text in line for text in readme) for line in lines), readme
 
 
+def page(heading: str) -> list[list[str]]:
+    return rows((ROOT / "docs" / "readings.md").read_text(encoding="utf-8"), heading)
+
+
+def told(value: float) -> str:
+    """.718"""
+    return f"{value:.3f}".replace("0.", ".", 1)
+
+
+def test_the_table_of_updates_through_the_host_is_the_file() -> None:
+    updates = read(ROOT / "benchmarks" / "results" / "weight_sync_h200.json")["parts"]["6b, host"]["found"]["updates"]
+    shown = page("### Through host memory")
+    assert [way for way, *_ in shown] == ["`shm`", "`disk`"]
+    for way, *cells in shown:
+        keep, recompute = (updates[f"{way.strip('`')}, {mode}"] for mode in ("keep", "recompute"))
+        assert keep["right"] and recompute["right"]
+        assert cells == [
+            *(f"{keep[name]:.2f}" for name in ("exported", "staged")),
+            *(f"{run['paused']:.3f}" for run in (keep, recompute)),
+            *(f"{run['whole']:.1f}" for run in (keep, recompute)),
+            f"{keep['bytes'] / keep['whole'] / 1e9:.2f}",
+        ]
+
+
+def test_the_tables_of_two_gpus_are_the_file() -> None:
+    """Every run is shown; the ratios are those of its seconds."""
+    part = read(ROOT / "benchmarks" / "results" / "two_gpu_h200.json")["parts"]["b"]
+    runs = {
+        (host.split()[0], str(run["seed"]), name[4]): run
+        for host in ("quiet host", "busy host")
+        for name, run in part["found"][host].items()
+    }
+    before = {name: run for name, run in part["earlier"][0]["found"].items() if name.startswith("eta=")}
+    runs |= {("f8948f5, busy", "1", name[4]): run for name, run in before.items() if "failed" not in run}
+    table = page("## Synchronous against asynchronous on two GPUs")
+    assert len(table) == len(runs)
+    for host, seed, eta, steps, *cells in table:
+        run = runs[host, seed, eta]
+        names = ("seconds_per_step", "wait_seconds", "update_seconds")
+        assert steps == f"{run['steps']}{', then cut' if 'failed' in run else ''}"
+        assert cells == [
+            *(f"{run[name]:.2f}" for name in names),
+            f"{run['publish_seconds']:.2f}, {run['pause_seconds']:.2f}",
+            f"{run['generated_tokens_per_second']:,.0f}",
+            told(fmean(run["reward"][-4:])),
+        ]
+    for host, seed, eta, faster, _ in page("| host | seed | η | faster | reward |"):
+        seconds = [runs[host, seed, asked]["seconds_per_step"] for asked in ("0", eta)]
+        assert faster == f"{seconds[0] / seconds[1]:.2f}"
+
+
 def test_the_learning_table_is_the_file() -> None:
-    """Every run is shown, with its rate, its commit and its held-out rewards."""
+    """Every run is in it; means and standard errors over seeds, worked out here."""
     result = read(ROOT / "benchmarks" / "results" / "learning_h200.json")
-    found = {}
+    found: dict[tuple[str, str, float], dict[str, Any]] = {}
     for part in ("timed", "side by side"):
-        facts = result["parts"][part]
         for name, run in result[part].items():
-            held_out = {version: reward for version, reward, _ in run["held_out"]}
-            rewards = " ".join(f"{held_out[step]:.2f}".lstrip("0") for step in (0, 10, 20, 40, 60))
-            found[name, facts["learning_rate"], run.get("commit", facts["commit"])] = rewards
-    table = rows((ROOT / "docs" / "readings.md").read_text(encoding="utf-8"), "| η | objective | lr |")
-    assert {(f"eta={eta} {what}", float(rate), commit): held for eta, what, rate, commit, held, _ in table} == found
+            words = re.fullmatch(r"eta=(\d+) (.+?)(?:, seed (\d+))?", name)
+            assert words is not None
+            kind = words[1], words[2], result["parts"][part]["learning_rate"]
+            found.setdefault(kind, {})[words[3] or "1"] = run
+    table = page("| η | objective | lr |")
+    assert {(eta, what, float(rate)) for eta, what, rate, *_ in table} == found.keys()
+    for eta, what, rate, seeds, *cells in table:
+        runs = found[eta, what, float(rate)]
+        assert seeds == ", ".join(sorted(runs))
+        held = [{version: reward for version, reward, _ in run["held_out"]} for run in runs.values()]
+        figures = [[run[version] for run in held] for version in range(0, 70, 10)]
+        figures += [
+            [fmean(run["reward"][steps]) for run in runs.values()] for steps in (slice(10, 20), slice(-10, None))
+        ]
+        errors = [f" ± {told(stdev(f) / math.sqrt(len(f)))}" if len(f) > 1 else "" for f in figures]
+        assert cells == [told(fmean(f)) + error for f, error in zip(figures, errors, strict=True)]
+
+
+def test_the_learning_means_in_the_readme_are_the_pages() -> None:
+    means = {
+        (eta, what): (float(cells[1].split()[0]), float(cells[6].split()[0]))
+        for eta, what, rate, _, *cells in page("| η | objective | lr |")
+        if float(rate) == 1e-5
+    }
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.search(
+        r"means of three seeds \| .*naive ([\d./ ]+), decoupled ([\d./ ]+); after 60: ([^,]+), ([^(]+) \(", text
+    )
+    assert shown is not None
+    for cells, what, place in zip(shown.groups(), ("naive PPO", "decoupled") * 2, (0, 0, 1, 1), strict=True):
+        values = [float(cell) for cell in cells.split(" / ")]
+        assert all(abs(v - means[eta, what][place]) <= 0.0051 for v, eta in zip(values, "028", strict=True)), cells

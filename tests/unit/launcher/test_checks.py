@@ -6,7 +6,8 @@ import json
 import shutil
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +126,20 @@ def test_a_port_in_use_is_named_and_a_free_one_passes(experiment: Experiment) ->
 
 
 def test_the_second_servers_port_is_looked_at_too() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"127.0.0.1:{port} is in use"):
-            check_ports("127.0.0.1", port - 1, 2)
+    with taken_behind_a_free_one() as port, pytest.raises(ConfigError, match=f"127.0.0.1:{port} is in use"):
+        check_ports("127.0.0.1", port - 1, 2)
+
+
+@contextmanager
+def taken_behind_a_free_one() -> Iterator[int]:
+    """A port in use, and nobody uses the one before it."""
+    with ExitStack() as taken:
+        while True:
+            server = taken.enter_context(socket.create_server(("127.0.0.1", 0)))
+            port = int(server.getsockname()[1])
+            with suppress(OSError), socket.create_server(("127.0.0.1", port - 1)):
+                break
+        yield port
 
 
 @pytest.mark.parametrize(
