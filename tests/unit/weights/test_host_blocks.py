@@ -66,3 +66,18 @@ def test_an_error_meanwhile_ends_the_copy(blocks: HostBlocks) -> None:
         blocks.copy(torch.zeros(3 * 128, dtype=torch.uint8), failed)
     blocks.reset()
     assert bytes(b"".join(part.data for part in copy(blocks, 7, 200))) == b"\7" * 200
+
+
+@pytest.mark.parametrize("torch_has", ["empty_host_cache", "_host_emptyCache", "nothing"])
+def test_locked_memory_is_given_back_by_whichever_name_torch_has(
+    blocks: HostBlocks, monkeypatch: pytest.MonkeyPatch, torch_has: str
+) -> None:
+    """torch 2.11 has the private one alone, later ones the public one."""
+    given_back = []
+    for owner, name in ((torch.accelerator, "empty_host_cache"), (torch._C, "_host_emptyCache")):
+        monkeypatch.delattr(owner, name, raising=False)
+        if name == torch_has:
+            monkeypatch.setattr(owner, name, lambda: given_back.append(True), raising=False)
+    blocks._pinned = True  # as after a CUDA tensor
+    blocks.close()
+    assert given_back == [True] * (torch_has != "nothing")
