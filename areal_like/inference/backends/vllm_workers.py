@@ -106,10 +106,15 @@ class VllmWorkers:
 
 
 def common_status(found: Sequence[WorkerStatus]) -> WorkerStatus:
-    """The answer of the worker that is worst off: it refused, it is broken, it is not ready yet, it is behind."""
+    """The answer of the worker that is worst off: it refused, it is broken, it is not ready yet, it is behind.
+
+    What any of them has given away is ``asleep``.
+    """
     unlike = (
         [status for status in found if status.refused]
         or [status for status in found if status.state == "failed" or status.damaged]
         or [status for status in found if status.state == "staging"]
     )
-    return unlike[0] if unlike else min(found, key=lambda status: status.loaded)
+    worst = unlike[0] if unlike else min(found, key=lambda status: status.loaded)
+    asleep = {tag for status in found for tag in status.asleep}
+    return worst.model_copy(update={"asleep": tuple(sorted(asleep))})

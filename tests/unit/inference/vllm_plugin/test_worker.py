@@ -269,6 +269,18 @@ def test_a_refusal_counts_more_than_what_else_is_wrong() -> None:
     assert common_status(found).refused == "old"
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("worst", [{}, {"refused": "no"}, {"state": "failed"}, {"state": "staging"}, {"version": 2}])
+def test_what_any_worker_has_given_away_is_told(worst: dict[str, Any], place: int) -> None:
+    """vLLM's sleep may fail in one worker, or wake all but one: whoever is worst off otherwise need not be that one."""
+    loaded = {"state": "applied", "incarnation": 0, "version": 3}
+    found = [status(**{**loaded, "asleep": ["kv_cache"] if number == place else []}) for number in range(3)]
+    found[1] = status(**{**loaded, **worst, "asleep": found[1].asleep})
+    assert common_status(found).asleep == ("kv_cache",)
+    found[(place + 1) % 3] = found[place].model_copy(update={"asleep": ("weights",)})
+    assert common_status(found).asleep == ("kv_cache", "weights")
+
+
 def test_a_delivery_that_fails_is_told() -> None:
     failing = Delivery()
 
