@@ -109,8 +109,10 @@ class HostCopies:
                 flight.take(name, tensor)
             return flight.land()
         finally:
-            crew.stop()
-            self._blocks.reset()
+            try:
+                crew.stop()
+            finally:
+                self._blocks.reset()
 
     def statistics(self) -> BlockStatistics:
         return self._blocks.statistics()
@@ -161,12 +163,23 @@ class _Crew:
         return not self._unfinished
 
     def stop(self) -> None:
-        """Wait for the jobs that have begun; the others are dropped. All threads have ended afterwards."""
+        """Wait for the jobs that have begun; the others are dropped. All threads have ended afterwards.
+
+        Ctrl-C is raised when they have: the caller may close then what they write into.
+        """
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
+        interrupted: KeyboardInterrupt | None = None
+        waited_for = list(self._threads)
+        while waited_for:
+            try:
+                waited_for[-1].join()
+                waited_for.pop()
+            except KeyboardInterrupt as again:
+                interrupted = again
+        if interrupted is not None:
+            raise interrupted
 
     def _work(self) -> None:
         while (job := self._next()) is not None:

@@ -321,6 +321,40 @@ def test_an_exporter_may_work_in_inference_mode_or_not_from_one_version_to_the_n
     assert others == [first, first]
 
 
+@pytest.mark.parametrize("ends", ["well", "by an exporter that died", "by Ctrl-C"])
+def test_ctrl_c_while_threads_are_waited_for_leaves_none_behind(
+    monkeypatch: pytest.MonkeyPatch, numbered: Named, ends: str
+) -> None:
+    """A second one does: a thread that goes on would write into what its caller has closed, or somebody else opened."""
+    copies = HostCopies(threads=3, budget=2**18, block_bytes=2**16)
+    go = threading.Event()
+    interruptions = 0
+    true = threading.Thread.join
+
+    def join(thread: threading.Thread, timeout: float | None = None) -> None:
+        nonlocal interruptions
+        interruptions += 1
+        if interruptions <= 2:
+            raise KeyboardInterrupt
+        go.set()  # not before: their jobs go on until then
+        true(thread, timeout)
+
+    def export() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from numbered[:2]
+        if ends == "well":
+            go.set()
+            return
+        raise KeyboardInterrupt if ends == "by Ctrl-C" else RuntimeError("the exporter died")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "join", join)
+        with pytest.raises(KeyboardInterrupt):
+            copies.export(export(), Held(go))
+    assert no_threads()
+    assert copies.statistics().bytes_used == 0
+    assert len(copies.export(numbered, Held(go))) == len(numbered)
+
+
 def test_an_error_in_placing_reaches_the_caller(numbered: Named) -> None:
     class Broken(Held):
         def place(self, copy: HostCopy, entry: TensorEntry) -> tuple[Job, ...]:
