@@ -144,7 +144,12 @@ class Arena:
                 available >> 20,
             )
             return False
-        self._layout, self._buffer = layout, _pages(layout.total)
+        try:
+            buffer = _pages(layout.total)
+        except OSError as error:  # a limit of this process, or of what may be promised to all
+            _LOG.info("weights are staged in pageable memory: no %d MiB in one piece (%s)", layout.total >> 20, error)
+            return False
+        self._layout, self._buffer = layout, buffer
         return True
 
     def _lock_pages(self, layout: Layout, over: Callable[[], bool]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 from collections import namedtuple
 from itertools import pairwise
@@ -25,6 +26,10 @@ def entries(**shapes: tuple[int, ...]) -> list[TensorEntry]:
 
 def never() -> bool:
     return False
+
+
+def refused(*arguments: object, **named: object) -> None:
+    raise OSError(12, "Cannot allocate memory")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -112,6 +117,27 @@ def test_a_host_without_room_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
     assert arena.lease(entries(), never) is None
     assert memory.registered == 0
     monkeypatch.setattr(psutil, "virtual_memory", lambda: kind(4 * total))
+    assert arena.lease(entries(), never) is not None
+
+
+def test_a_host_that_gives_no_such_piece_of_memory_is_asked_again_at_the_next_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may have available what it does not promise: a limit on address space, or strict accounting."""
+    memory = HostMemory()
+    arena = Arena(memory, slice_bytes=PAGE)
+    monkeypatch.setattr(mmap, "mmap", refused)
+    for _ in range(2):
+        assert arena.lease(entries(), never) is None
+    assert memory.registered == 0
+    monkeypatch.undo()
+    lease = arena.lease(entries(), never)
+    assert lease is not None
+    with monkeypatch.context() as patched:  # of another layout: the memory there was is given back all the same
+        lease.release()
+        patched.setattr(mmap, "mmap", refused)
+        assert arena.lease(entries(other=(3 * PAGE,)), never) is None
+    assert not memory.locked
     assert arena.lease(entries(), never) is not None
 
 
