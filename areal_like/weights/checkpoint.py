@@ -173,7 +173,8 @@ class Expected:
         """Raise unless ``manifest`` brings every tensor in its shape.
 
         Raises:
-            WeightUpdateError: one is unknown, misshapen, missing, or no floating-point number; it is named.
+            WeightUpdateError: one is unknown, misshapen, missing, or no floating-point number; it is named. Or a tied
+                head, which is not loaded, is another than the embedding.
         """
         where = f"version {manifest.version}"
         for entry in manifest.tensors:
@@ -188,6 +189,12 @@ class Expected:
                 )
             if "float" not in entry.dtype:
                 raise WeightUpdateError(f"{where}: tensor {entry.name!r} has dtype {entry.dtype}, which is no weight")
+        tied = {HEAD, EMBEDDING} if HEAD in self.optional else set()
+        if len({(entry.digest, entry.dtype) for entry in manifest.tensors if entry.name in tied}) > 1:
+            raise WeightUpdateError(
+                f"{where}: {EMBEDDING!r} and {HEAD!r} are tied here, but the manifest has two contents; "
+                "untie the model (tie_word_embeddings: false) or export one of them"
+            )
         missing = sorted(self.shapes.keys() - {entry.name for entry in manifest.tensors})
         if missing:
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""

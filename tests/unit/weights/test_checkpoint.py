@@ -80,6 +80,14 @@ def manifest(**tensors: torch.Tensor) -> Manifest:
     return make_manifest(3, 0, TransportKind.DISK, "/nowhere", entries)
 
 
+def test_a_head_of_its_own_may_be_another_than_the_embedding(tmp_path: Path) -> None:
+    whole = {"model__embed_tokens__weight": torch.zeros(4, 2), "lm_head__weight": torch.ones(4, 2)}
+    save_file({name.replace("__", "."): tensor for name, tensor in whole.items()}, tmp_path / "m.safetensors")
+    Expected.of(tmp_path, tied=False).check(manifest(**whole))
+    with pytest.raises(WeightUpdateError, match="tied here"):
+        Expected.of(tmp_path, tied=True).check(manifest(**whole))
+
+
 def test_an_update_must_be_whole(tmp_path: Path) -> None:
     embedding, norm = torch.zeros(4, 2), torch.zeros(2)
     save_file({"model.embed_tokens.weight": embedding, "model.norm.weight": norm}, tmp_path / "m.safetensors")
@@ -87,6 +95,14 @@ def test_an_update_must_be_whole(tmp_path: Path) -> None:
     whole = {"model__embed_tokens__weight": embedding, "model__norm__weight": norm}
     tied.check(manifest(**whole))
     tied.check(manifest(**whole, lm_head__weight=embedding))
+    for head in (
+        embedding + 1,
+        embedding.bfloat16(),
+    ):  # nobody would load it, and the receipt would say that it is there
+        with pytest.raises(
+            WeightUpdateError, match=r"'lm_head\.weight' are tied here, but the manifest has two contents"
+        ):
+            tied.check(manifest(lm_head__weight=head, **whole))
     with pytest.raises(WeightUpdateError, match=r"no tensor 'lm_head\.weight'"):
         untied.check(manifest(**whole, lm_head__weight=embedding))
     with pytest.raises(WeightUpdateError, match=r"version 3: tensor 'model\.norm\.weight' is missing"):
