@@ -178,6 +178,8 @@ class _Crew:
                 waited_for.pop()
             except KeyboardInterrupt as again:
                 interrupted = again
+        self._jobs.clear()  # they and the error hold memory, and lead back here: it would stay until it is looked for
+        self._error = None
         if interrupted is not None:
             raise interrupted
 

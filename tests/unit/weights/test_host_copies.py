@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -9,8 +10,10 @@ import struct
 import tempfile
 import threading
 import uuid
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,7 @@ from safetensors.torch import save_file
 
 from areal_like.api.weights import Manifest, TensorEntry
 from areal_like.errors import WeightUpdateError
+from areal_like.weights import host_blocks
 from areal_like.weights.host_copies import HostCopies, HostCopy, Job
 from areal_like.weights.manifest import ITEM_BYTES
 from areal_like.weights.segments import segment_path
@@ -319,6 +323,55 @@ def test_an_exporter_may_work_in_inference_mode_or_not_from_one_version_to_the_n
     disk = DiskWriter(tmp_path, bucket_bytes=100, copies=HostCopies(threads=threads, block_bytes=64))
     first, *others = (disk.write(1, 0, export(inference)).tensors for inference in (True, False, True))
     assert others == [first, first]
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Nothing looks for memory that leads back to itself, as nothing does for a long time where objects are few."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@THREADS
+@pytest.mark.parametrize("fails", ["", "exporter", "place", "job"])
+def test_memory_goes_when_the_export_has_ended_however_it_did(
+    numbered: Named, threads: int, fails: str, monkeypatch: pytest.MonkeyPatch, uncollected: None
+) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    allocate = host_blocks._Block.__init__
+
+    def told(block: host_blocks._Block, nbytes: int, *, pinned: bool) -> None:
+        allocate(block, nbytes, pinned=pinned)
+        made.append(weakref.ref(block.memory))
+
+    class Failing(Held):
+        collects = True  # the one thread copies as well
+
+        def place(self, copy: HostCopy, entry: TensorEntry) -> tuple[Job, ...]:
+            jobs = super().place(copy, entry)
+            if len(self.names) == 9 and fails == "place":
+                raise ValueError("failed")
+            return (partial(self.fail, copy),) if len(self.names) == 9 and fails == "job" else jobs
+
+        def fail(self, copy: HostCopy) -> None:
+            raise ValueError("failed")
+
+    def export() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from numbered[:20]
+        if fails == "exporter":
+            raise ValueError("failed")
+
+    monkeypatch.setattr(host_blocks._Block, "__init__", told)
+    copies = HostCopies(threads=threads, budget=2**18, block_bytes=2**16)
+    go = threading.Event()
+    go.set()
+    with pytest.raises(ValueError, match="failed") if fails else nullcontext():
+        copies.export(export(), Failing(go))
+    copies.close()
+    assert made
+    assert not [memory for memory in made if memory() is not None]
 
 
 @pytest.mark.parametrize("ends", ["well", "by an exporter that died", "by Ctrl-C"])
