@@ -127,8 +127,11 @@ class _Crew(Generic[_T]):
             self._errors.append(error)
         for other in others:
             other.join()
-        if self._errors:
-            raise self._errors[0]
+        try:
+            if self._errors:
+                raise self._errors[0]
+        finally:
+            self._errors.clear()  # they hold the tensors that were at work, and lead back here
 
     def _work(self) -> None:
         try:

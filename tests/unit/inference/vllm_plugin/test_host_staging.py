@@ -4,9 +4,11 @@ host memory (``host_memory``).
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,10 @@ import pytest
 import torch
 
 from areal_like.api.weights import Manifest, TensorEntry, TransportKind
+from areal_like.errors import WeightUpdateError
 from areal_like.inference.vllm_plugin import host_staging
 from areal_like.inference.vllm_plugin.arena import lay_out
+from areal_like.inference.vllm_plugin.host_copy import HostCopy
 from areal_like.inference.vllm_plugin.host_staging import HostStaging
 from areal_like.inference.vllm_plugin.receiver import Receiver, Staged
 from areal_like.weights.checkpoint import Expected
@@ -256,6 +260,53 @@ def test_the_first_error_is_told_and_ends_the_others(
     memory.room = 0
     again = staged(ours, writer.write(2, 0, weights(2).items()))
     assert set(places(again, memory).values()) == {"locked"}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("room", [None, 0, MANY])
+@pytest.mark.parametrize("fails", ["read", "verify", "copy"])
+def test_memory_of_a_staging_that_failed_goes_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+    open_writer: Callable[..., WeightWriter],
+    fails: str,
+    room: int | None,
+    threads: int,
+) -> None:
+    """At once, and not when somebody looks for what leads back to itself: a few objects may hold many bytes."""
+    targets: list[weakref.ref[torch.Tensor]] = []
+    add, target = HostCopy.add, HostCopy.target
+
+    def told(copy: HostCopy, entry: TensorEntry) -> torch.Tensor:
+        made = target(copy, entry)
+        targets.append(weakref.ref(made))
+        return made
+
+    def breaks(copy: HostCopy, entry: TensorEntry, verified: torch.Tensor) -> None:
+        add(copy, entry, verified)
+        if entry.name == "embed" and fails == "copy":
+            raise RuntimeError("failed")
+
+    def damage(manifest: Manifest, entry: TensorEntry, target: torch.Tensor) -> None:
+        if entry.name == "embed" and fails == "verify":
+            target.view(torch.uint8)[7, 9] ^= 1
+        if entry.name == "embed" and fails == "read":
+            raise RuntimeError("failed")
+
+    monkeypatch.setattr(HostCopy, "target", told)
+    monkeypatch.setattr(HostCopy, "add", breaks)
+    watch(monkeypatch, after=damage)
+    manifest = open_writer().write(1, 0, weights(1).items())
+    staging = HostStaging(None if room is None else HostMemory(room), threads=threads, slice_bytes=PAGE)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises((RuntimeError, WeightUpdateError), match=r"failed|its bytes have digest"):
+            staging.fetch(manifest, lambda: False)
+        staging.close()
+        assert targets
+        assert not [tensor for tensor in targets if tensor() is not None]
+    finally:
+        gc.enable()
 
 
 def test_a_thread_that_was_left_behind_keeps_the_locked_memory_and_nobody_else_writes_there(
