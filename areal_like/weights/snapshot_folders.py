@@ -28,7 +28,12 @@ def list_snapshots(directory: Path) -> set[Path]:
 
 
 def remove_snapshots(directory: Path) -> None:
-    """Remove every version, and the directory if nothing else is in it. What cannot be removed stays."""
+    """Remove every version, and the directory if nothing else is in it. What cannot be removed stays.
+
+    Through a link nothing is removed: where it leads, there may be versions of another run.
+    """
+    if directory.is_symlink():
+        return
     for path in list_snapshots(directory):
         shutil.rmtree(path, ignore_errors=True)
     with suppress(OSError):

@@ -67,6 +67,22 @@ def test_all_versions_go_at_once_and_nothing_else_does(writer: WeightWriter, ten
     assert list_snapshots(directory) == set()
 
 
+def test_nothing_is_removed_where_a_link_leads(tmp_path: Path) -> None:
+    """Neither from a directory that is one, nor what a version's name or a part of a version leads to."""
+    theirs, ours = tmp_path / "another" / "v00000001-i0", tmp_path / "run" / "weights"
+    theirs.mkdir(parents=True)
+    (theirs / "index.json").write_text("{}")
+    ours.mkdir(parents=True)
+    (tmp_path / "run" / "linked").symlink_to(theirs.parent)
+    (ours / "v00000001-i0").symlink_to(theirs)
+    (ours / "v00000002-i0").mkdir()
+    (ours / "v00000002-i0" / "view").symlink_to(theirs)
+    for directory in (tmp_path / "run" / "linked", ours):
+        remove_snapshots(directory)
+        assert (theirs / "index.json").read_text() == "{}"
+    assert not (ours / "v00000002-i0").exists()
+
+
 def test_the_same_version_may_be_written_again(writer: WeightWriter, tensors: Tensors) -> None:
     first = writer.write(1, 0, tensors.items())
     changed = tensors | {"scale": torch.tensor(2.0)}
