@@ -168,9 +168,16 @@ def test_the_tables_of_two_gpus_are_the_file() -> None:
             f"{run['generated_tokens_per_second']:,.0f}",
             told(fmean(run["reward"][-4:])),
         ]
-    for host, seed, eta, faster, _ in page("| host | seed | η | faster | reward |"):
-        seconds = [runs[host, seed, asked]["seconds_per_step"] for asked in ("0", eta)]
-        assert faster == f"{seconds[0] / seconds[1]:.2f}"
+    for host, seed, eta, later, whole, tokens, _ in page("| host | seed | η | steps 5 to 16 |"):
+        sync, run = (runs[host, seed, asked] for asked in ("0", eta))
+        assert later == f"{sync['seconds_per_step'] / run['seconds_per_step']:.2f}"
+        assert tokens == f"{run['generated_tokens_per_second'] / sync['generated_tokens_per_second']:.2f}"
+        if "by_step" in run:
+            both = min(sync["steps"], run["steps"])
+            seconds = [sum(r["by_step"]["step_seconds"][:both]) for r in (sync, run)]
+            assert whole == f"{seconds[0] / seconds[1]:.2f}"
+        else:
+            assert whole == ""
 
 
 def test_the_learning_table_is_the_file() -> None:
