@@ -130,6 +130,7 @@ class _Crew:
         self._threads: list[threading.Thread] = []
         self._jobs: deque[Job] = deque()
         self._unfinished = 0
+        self._working = 0
         self._stopped = False
         self._error: BaseException | None = None
 
@@ -140,7 +141,9 @@ class _Crew:
     def hire(self, count: int) -> None:
         for number in range(count):
             thread = threading.Thread(target=self._work, name=f"weights-export-{number}")
-            thread.start()
+            with self._changed:
+                thread.start()
+                self._working += 1
             self._threads.append(thread)
 
     def start(self, job: Job, *, soon: bool = False) -> None:
@@ -171,30 +174,39 @@ class _Crew:
             self._stopped = True
             self._changed.notify_all()
         interrupted: KeyboardInterrupt | None = None
-        waited_for = list(self._threads)
-        while waited_for:
+        while self._working > 0:
             try:
-                waited_for[-1].join()
-                waited_for.pop()
+                with self._changed:
+                    self._changed.wait_for(lambda: self._working <= 0)
             except KeyboardInterrupt as again:
                 interrupted = again
+        for thread in self._threads:
+            thread.join()  # not before: Python 3.11 takes a thread whose join was interrupted for one that has ended
         self._jobs.clear()  # they and the error hold memory, and lead back here: it would stay until it is looked for
         self._error = None
         if interrupted is not None:
             raise interrupted
 
     def _work(self) -> None:
-        while (job := self._next()) is not None:
-            try:
-                job()
-            except BaseException as error:  # whatever it is, the caller's thread raises it
-                with self._changed:
-                    self._error = self._error or error
-                    self._stopped = True
-            finally:
-                with self._changed:
-                    self._unfinished -= 1
-                    self._changed.notify_all()
+        try:
+            while (job := self._next()) is not None:
+                self._do(job)
+        finally:
+            with self._changed:
+                self._working -= 1
+                self._changed.notify_all()
+
+    def _do(self, job: Job) -> None:
+        try:
+            job()
+        except BaseException as error:  # whatever it is, the caller's thread raises it
+            with self._changed:
+                self._error = self._error or error
+                self._stopped = True
+        finally:
+            with self._changed:
+                self._unfinished -= 1
+                self._changed.notify_all()
 
     def _next(self) -> Job | None:
         with self._changed:

@@ -6,12 +6,13 @@ import gc
 import hashlib
 import json
 import os
+import signal
 import struct
 import tempfile
 import threading
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from safetensors.torch import save_file
 
 from areal_like.api.weights import Manifest, TensorEntry
 from areal_like.errors import WeightUpdateError
-from areal_like.weights import host_blocks
+from areal_like.weights import host_blocks, host_copies
 from areal_like.weights.host_copies import HostCopies, HostCopy, Job
 from areal_like.weights.manifest import ITEM_BYTES
 from areal_like.weights.segments import segment_path
@@ -380,29 +381,47 @@ def test_ctrl_c_while_threads_are_waited_for_leaves_none_behind(
 ) -> None:
     """A second one does: a thread that goes on would write into what its caller has closed, or somebody else opened."""
     copies = HostCopies(threads=3, budget=2**18, block_bytes=2**16)
-    go = threading.Event()
-    interruptions = 0
-    true = threading.Thread.join
+    go, begun, done = threading.Event(), threading.Event(), []
+    stop = host_copies._Crew.stop
 
-    def join(thread: threading.Thread, timeout: float | None = None) -> None:
-        nonlocal interruptions
-        interruptions += 1
-        if interruptions <= 2:
-            raise KeyboardInterrupt
-        go.set()  # not before: their jobs go on until then
-        true(thread, timeout)
+    class Slow(Held):
+        def place(self, copy: HostCopy, entry: TensorEntry) -> tuple[Job, ...]:
+            def write() -> None:
+                begun.set()
+                assert go.wait(30)
+                copy.release()
+                done.append(entry.name)
+
+            return (write,)
+
+    def stopping(crew: host_copies._Crew) -> None:
+        """Two signals come while it waits; only then the jobs go on."""
+        true, coming = crew._changed.wait_for, [signal.SIGINT, signal.SIGINT]
+
+        def wait_for(ready: Callable[[], bool]) -> bool:
+            if threading.current_thread() is threading.main_thread():
+                if coming:
+                    signal.raise_signal(coming.pop())
+                go.set()
+            return true(ready)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(crew._changed, "wait_for", wait_for)
+            stop(crew)
 
     def export() -> Iterator[tuple[str, torch.Tensor]]:
         yield from numbered[:2]
+        assert begun.wait(10)
         if ends == "well":
             go.set()
             return
         raise KeyboardInterrupt if ends == "by Ctrl-C" else RuntimeError("the exporter died")
 
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "join", join)
+        patched.setattr(host_copies._Crew, "stop", stopping)
         with pytest.raises(KeyboardInterrupt):
-            copies.export(export(), Held(go))
+            copies.export(export(), Slow(go))
+    assert done
     assert no_threads()
     assert copies.statistics().bytes_used == 0
     assert len(copies.export(numbered, Held(go))) == len(numbered)
