@@ -2,6 +2,7 @@
 
 The server's whole command is run, up to the moment in which it has parsed its command line. That takes as long as the
 engine needs to import itself (5 to 15 seconds), so it is done when it is asked for: ``areal-like check --engine``.
+A server takes a flag's beginning for the flag, as argparse does; here that is refused, for it is a misspelling.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ _PARSE_ONLY = f"""
 import argparse, os, runpy, sys
 whole = argparse.ArgumentParser.parse_args
 def parse(self, *arguments, **named):
+    servers = bool({{"--model", "--model-path"}} & set(self._option_string_actions))
+    self.allow_abbrev = self.allow_abbrev and not servers  # a misspelt flag may be the beginning of another
     found = whole(self, *arguments, **named)
-    if {{"--model", "--model-path"}} & set(self._option_string_actions):
+    if servers:
         os._exit({_PARSED})
     return found
 argparse.ArgumentParser.parse_args = parse

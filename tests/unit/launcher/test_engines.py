@@ -53,7 +53,11 @@ def test_the_sections_of_an_engine_reach_its_server(experiment: Experiment, pyth
 
 @pytest.mark.parametrize(
     ("flags", "said"),
-    [({"port": 1}, r"vllm\.port: is set by rollout\.port"), ({"enable_sleep_mode": True}, "on GPUs only")],
+    [
+        ({"port": 1}, r"vllm\.port: is set by rollout\.port"),
+        ({"enable_sleep_mode": True}, "on GPUs only"),
+        ({"max_num_seq": 4}, r"vllm\.max_num_seq: .* max_num_seqs"),
+    ],
 )
 def test_flags_that_its_server_would_refuse_are_found_before_anything_starts(
     experiment: Experiment, python: str, flags: dict[str, object], said: str
