@@ -241,15 +241,19 @@ def _publication_figures(receipts: Sequence[CommitReceipt], times: PublicationTi
 
 
 def _rollout_figures(statistics: RolloutStatistics) -> dict[str, object]:
+    """Counts since the run began, but for ``live``, ``running``, ``finished`` and ``admission``, which are of now."""
     return {
         "live": statistics.live,
         "running": statistics.running,
         "finished": statistics.finished,
         "admitted": statistics.admitted,
         "admission": statistics.admission.value,
+        "batches_waited": dict(statistics.batches_waited),
         "groups": dict(statistics.groups),
         "generated_tokens": statistics.episodes.generated_tokens,
         "failed_episodes": statistics.episodes.failed,
+        "expired_groups": statistics.expired_groups,
         "expired_tokens": statistics.expired_tokens,
+        "expired_by_length": {str(length): count for length, count in sorted(statistics.expired_by_length.items())},
         "epoch": statistics.epoch,
     }

@@ -176,6 +176,7 @@ class RolloutController:
             reasons=dict(tally.reasons),
             admission=self._admission(),
             batch=self._last_verdict,
+            batches_waited=dict(tally.batches_waited),
             lag_last=tally.lag_last,
             lag_max=tally.lag_max,
             lag_mean=tally.lag_mean,
@@ -276,6 +277,7 @@ class RolloutController:
             logger.warning("%s", told)
 
     async def _batch_allowed(self, version: int) -> BatchDecision:
+        waited: set[BatchVerdict] = set()
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -284,9 +286,11 @@ class RolloutController:
             decision = self._ledger.batch_decision(version, prompts_left=not self._cursor.exhausted)
             self._last_verdict = decision.verdict
             if decision.verdict is BatchVerdict.TAKE:
+                self._tally.waited(waited)
                 return decision
             if decision.verdict is BatchVerdict.EXHAUSTED:
                 raise PromptsExhausted(f"no batch for version {version}: no prompt and no training step is left")
+            waited.add(decision.verdict)
             self._may_take.clear()
             await self._may_take.wait()
 

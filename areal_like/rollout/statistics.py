@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from areal_like.api.trajectory import Batch
@@ -36,6 +36,8 @@ class RolloutStatistics:
         reasons: ended groups by the reason given, ``exit/reason``.
         admission: what the next group waits for, or that it may enter.
         batch: what the last look at the batch rule said; None before the first.
+        batches_waited: batches taken that had to wait, by what the batch rule said meanwhile (``too_few``,
+            ``older_first``); one that heard both counts under both.
         lag_last: lag of each group of the last batch.
         lag_max, lag_mean: over every group taken so far; 0 before the first batch.
         multi_version_trajectories: trajectories taken whose tokens carry more than one version.
@@ -58,6 +60,7 @@ class RolloutStatistics:
     reasons: Mapping[str, int]
     admission: AdmissionVerdict
     batch: BatchVerdict | None
+    batches_waited: Mapping[str, int]
     lag_last: tuple[int, ...]
     lag_max: int
     lag_mean: float
@@ -80,6 +83,7 @@ class RolloutTally:
         self._lag_count = 0
         self.multi_version_trajectories = 0
         self.reasons: Counter[str] = Counter()
+        self.batches_waited: Counter[str] = Counter()
         self.unkept_in_a_row = 0
         self.expired_groups = 0
         self.expired_tokens = 0
@@ -96,6 +100,10 @@ class RolloutTally:
         self._lag_sum += sum(batch.lags)
         self._lag_count += len(batch.lags)
         self.multi_version_trajectories += sum(t.oldest_version != t.newest_version for t in batch.trajectories)
+
+    def waited(self, verdicts: Iterable[BatchVerdict]) -> None:
+        """A batch is taken for which the trainer waited, after these verdicts, each once; none where it did not."""
+        self.batches_waited.update(verdict.value for verdict in verdicts)
 
     def ended(self, exit_: GroupExit) -> None:
         self.reasons[f"{exit_.state}/{exit_.reason}"] += 1

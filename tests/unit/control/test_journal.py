@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from io import StringIO
@@ -14,6 +15,7 @@ from control_cases import batch_of, receipt_of, report_of
 from rich.console import Console
 
 from areal_like.api.trajectory import Batch, Trajectory
+from areal_like.config.rollout import RolloutConfig
 from areal_like.control.evaluation import EvaluationReport
 from areal_like.control.journal import JournalSinks, RunJournal
 from areal_like.control.state import RunState
@@ -21,6 +23,7 @@ from areal_like.observe.metrics import MetricsFile, read_metrics
 from areal_like.observe.progress import RunProgress
 from areal_like.observe.trace import Tracer, read_trace
 from areal_like.rollout.admission import AdmissionVerdict
+from areal_like.rollout.batch_rule import BatchVerdict
 from areal_like.rollout.breaker import BreakerStatistics
 from areal_like.rollout.executor import ExecutorStatistics
 from areal_like.rollout.statistics import RolloutStatistics
@@ -48,6 +51,7 @@ def _statistics(generated_tokens: int, **groups: int) -> RolloutStatistics:
         reasons={},
         admission=AdmissionVerdict.ADMIT,
         batch=None,
+        batches_waited={},
         lag_last=(),
         lag_max=0,
         lag_mean=0.0,
@@ -170,6 +174,36 @@ def test_a_step_s_line_holds_its_own_figures(desk: Desk) -> None:
     assert (second["lag_mean"], second["lag_max"], second["batch"]["lag_histogram"]) == (1.0, 1, {"1": 1})
     assert second["batch"]["multi_version_trajectories"] == 1
     assert "step 2/2  reward 0.500  lag 1.0 (max 1)" in desk.said.getvalue()
+
+
+def test_a_step_tells_what_the_rules_cost(desk: Desk) -> None:
+    """What docs/staleness.md says of the statistics is in the run's own file, and keys of numbers are JSON's."""
+    desk.statistics = replace(
+        _statistics(0),
+        admission=AdmissionVerdict.STALENESS,
+        batches_waited={"too_few": 3, "older_first": 1},
+        expired_groups=2,
+        expired_tokens=37,
+        expired_by_length={16: 1, 8: 3},
+    )
+    _step(desk, batch_of(0), waited=0, published=0)
+    told = desk.lines[0]["rollout"]
+    assert (told["admission"], told["batches_waited"]) == ("staleness", {"too_few": 3, "older_first": 1})
+    assert (told["expired_groups"], told["expired_tokens"]) == (2, 37)
+    assert list(told["expired_by_length"].items()) == [("8", 3), ("16", 1)]
+
+
+def test_what_the_page_on_staleness_names_is_in_the_file(desk: Desk) -> None:
+    """Every figure of metrics.jsonl that the page names, as in ``rollout.admission``, with the values that it names."""
+    _step(desk, batch_of(0), waited=0, published=0)
+    page = (Path(__file__).parents[3] / "docs" / "staleness.md").read_text(encoding="utf-8")
+    figures = [name for name in re.findall(r"`rollout\.(\w+)`", page) if name not in RolloutConfig.model_fields]
+    assert {"admission", "batches_waited", "expired_by_length"} <= set(figures)
+    assert set(figures) <= set(desk.lines[0]["rollout"])
+    verdicts = {verdict.value for verdict in (*AdmissionVerdict, *BatchVerdict)}
+    assert {"staleness", "concurrency", "end_of_run", "too_few", "older_first"} <= verdicts & set(
+        re.findall(r"`(\w+)`", page)
+    )
 
 
 def test_a_step_tells_where_its_publication_s_seconds_went(desk: Desk) -> None:

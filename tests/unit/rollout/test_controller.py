@@ -195,8 +195,11 @@ async def test_a_batch_waits_for_the_group_that_is_due_and_is_woken_by_it() -> N
         bench.publish(1)
         waiting = asyncio.create_task(controller.take_batch(1))
         await until(lambda: controller.statistics().batch is BatchVerdict.OLDER_FIRST)
+        before = controller.statistics().batches_waited.get("older_first", 0)
         gate.set()
         assert prompts(await waiting) == [0, 3]
+        waited = controller.statistics().batches_waited  # counted when it is over, and once, however often it looked
+        assert (before, waited["older_first"]) == (0, 1)
 
 
 async def test_at_most_so_many_groups_run() -> None:
