@@ -1,8 +1,8 @@
 """What asynchrony gives on this machine: the demo at several η, one after the other, in one run.
 
-``python benchmarks/async_vs_sync.py`` prints steps/s, seconds until the training reward reaches 0.9, and final success
-for η = 0, 1, 2, 4. The same seeds everywhere; runs of one seed stand beside each other, so that a machine that gets
-slower in the course of the benchmark does not favour one η.
+``python benchmarks/async_vs_sync.py [--out FILE]`` prints steps/s, seconds until the training reward reaches 0.9, and
+final success for η = 0, 1, 2, 4. The same seeds everywhere; runs of one seed stand beside each other, so that a machine
+that gets slower in the course of the benchmark does not favour one η.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from pathlib import Path
 from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.demo_runs import ROOT, DemoRun, run_demo, write_result
+from benchmarks.demo_runs import ROOT, DemoRun, leave_on_signals, run_demo, write_result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--eta", type=int, nargs="+", default=[0, 1, 2, 4])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "async_vs_sync.json")
+    parser.add_argument("--out", type=Path, help="JSON file for the result; default: it is only printed")
     parser.add_argument("overrides", nargs="*", help="key=value, for every run")
     arguments = parser.parse_args()
+    leave_on_signals()
     runs: dict[int, list[DemoRun]] = {eta: [] for eta in arguments.eta}
     with tempfile.TemporaryDirectory() as folder:
         for seed in arguments.seeds:
@@ -46,10 +47,9 @@ def main() -> None:
             f"{row['eta']:>2} {row['steps_per_second']:>8.2f} {speed:>6.2f}x {reached:>9} {row['eval_after']:>6.3f} "
             f"{row['lag_mean']:>9.2f} {row['lag_max']:>8}"
         )
-    write_result(
-        arguments.out,
-        {"benchmark": "async_vs_sync", "seeds": arguments.seeds, "overrides": arguments.overrides, "rows": rows},
-    )
+    if arguments.out is not None:
+        facts = {"seeds": arguments.seeds, "overrides": arguments.overrides}
+        write_result(arguments.out, {"benchmark": "async_vs_sync", **facts, "rows": rows})
 
 
 def _row(eta: int, runs: list[DemoRun]) -> dict[str, float | int | None]:

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -14,11 +15,44 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 #: steps over which the training reward is averaged before it is compared with a threshold
 _WINDOW = 5
+#: seconds that a run which was asked to end gets
+_GRACE = 15.0
+#: asks for the death signal, then becomes what it was told to run
+_BOUND = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+os.environ["AREAL_LIKE_PARENT_PID"] = sys.argv[2]
+from launcher.child import PARENT_VARIABLE, die_with_parent
+die_with_parent(signal.SIGTERM)
+del os.environ[PARENT_VARIABLE]
+try:
+    os.execvp(sys.argv[3], sys.argv[3:])
+except OSError as error:
+    sys.exit(f"{sys.argv[3]}: {error.strerror}")
+"""
+
+
+def bound(command: Sequence[str]) -> list[str]:
+    """``command`` as a process that gets SIGTERM when this one dies, whatever kills it (on Linux).
+
+    The kernel looks at the *thread* that starts it: one that ends before takes it along.
+    """
+    return [sys.executable, "-I", "-S", "-c", _BOUND, str(ROOT), str(os.getpid()), *command]
+
+
+def leave_on_signals() -> None:
+    """SIGTERM and SIGHUP leave by way of every ``finally``, as Ctrl-C does: temporary folders go, children end."""
+
+    def leave(number: int, frame: object) -> NoReturn:
+        sys.exit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, leave)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +84,9 @@ class DemoRun:
 def build_model(folder: Path, *, seed: int) -> None:
     """The guessing game's model and data, unless they are there."""
     command = [sys.executable, "-m", "launcher.tiny_models", "guess", str(folder), "--seed", str(seed)]
-    subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        bound(command), cwd=ROOT, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL
+    )
 
 
 def run_demo(*, seed: int, models: Path, runs: Path, trial: str, overrides: Sequence[str] = ()) -> DemoRun:
@@ -67,7 +103,7 @@ def run_demo(*, seed: int, models: Path, runs: Path, trial: str, overrides: Sequ
         f"train_dataset.path={folder}/train.jsonl", f"valid_dataset.path={folder}/test.jsonl", *overrides,
     ]  # fmt: skip
     started = time.monotonic()
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _run_in_order(command)
     wall = time.monotonic() - started
     root = runs / "guess" / trial
     records = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
@@ -76,6 +112,28 @@ def run_demo(*, seed: int, models: Path, runs: Path, trial: str, overrides: Sequ
         summary=json.loads((root / "summary.json").read_text()),
         steps=[r for r in records if "step" in r],
     )
+
+
+def _run_in_order(command: Sequence[str]) -> None:
+    """See it through; where this is broken off it gets time to end what it started.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+    """
+    with subprocess.Popen(
+        bound(command), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as process:
+        try:
+            status = process.wait()
+        except BaseException:
+            process.terminate()
+            try:
+                process.wait(_GRACE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            raise
+    if status:
+        raise subprocess.CalledProcessError(status, list(command))
 
 
 def provenance() -> dict[str, Any]:

@@ -42,7 +42,8 @@ from areal_like.inference.embedded.requests import Request, RequestLimits, make_
 from areal_like.inference.embedded.server import run_server
 from areal_like.inference.embedded.slots import CacheShape
 from areal_like.inference.spec import InferenceServerSpec
-from benchmarks.demo_runs import write_result
+from benchmarks.demo_runs import leave_on_signals, write_result
+from launcher.child import die_with_parent
 
 TOKEN = "benchmark"
 CONTEXT = 1024
@@ -153,6 +154,7 @@ def make_body(rng: random.Random, prompt: tuple[int, int], answer: int) -> Calla
 
 
 def _serve(model_path: str, pipe: Any) -> None:
+    die_with_parent()
     torch.set_num_threads(1)
     run_server(InferenceServerSpec(name="benchmark", model_path=model_path), TOKEN, pipe.send)
 
@@ -196,6 +198,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="seconds per measurement")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     args = parser.parse_args()
+    leave_on_signals()
     result = measure(args)
     print(json.dumps(result, indent=2))
     if args.out:

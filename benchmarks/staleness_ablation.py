@@ -1,6 +1,6 @@
 """What staleness costs, and what each correction gives back: final accuracy and area under the curve by η and method.
 
-    python benchmarks/staleness_ablation.py                          # the whole table, about 20 min on one core
+    python benchmarks/staleness_ablation.py [--out FILE]             # the whole table, about 20 min on one core
     python benchmarks/staleness_ablation.py --tasks guess --etas 0 8 --seeds 1 --steps 20 --out /tmp/ablation
 
 The paper's ablation in miniature (AReaL, Fu et al. 2025, table 2). Staleness is simulated in one process: the batch of
@@ -9,7 +9,7 @@ that the bound allows. Prompts, workflow, reward, objective and optimiser are th
 ``sync_baseline.py``. Accuracy is that of the policy being trained, sampled at temperature 1 on held-out prompts; the
 area under the curve is its mean over evenly spaced evaluations, the first step included.
 
-Writes OUT.json and OUT.png (the picture needs matplotlib: ``pip install -e .[bench]``).
+Prints the table; ``--out`` also writes FILE.json and FILE.png (the picture needs matplotlib: ``pip install -e .[bench]``).
 """
 
 import argparse
@@ -21,12 +21,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from demo_runs import ROOT, write_result
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+
+from demo_runs import leave_on_signals, write_result  # noqa: E402
+
+from launcher.child import die_with_parent  # noqa: E402
 
 #: method -> the overrides that make it
 METHODS: Mapping[str, tuple[str, ...]] = {
@@ -261,6 +266,17 @@ def save(outcomes: Sequence[Outcome], given: argparse.Namespace, *, seconds: flo
     write_result(given.out.with_suffix(".json"), result)
 
 
+def run_cells(planned: Sequence[Cell], jobs: int) -> Iterator[Outcome]:
+    """In processes that end with this one."""
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=die_with_parent) as pool:
+        try:
+            yield from pool.map(run_cell, planned)
+        except BaseException:
+            for process in active_children():  # else leaving waits for what they do
+                process.terminate()
+            raise
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS))
@@ -269,24 +285,27 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="training steps of every run; default: the task's own")
     parser.add_argument("--evaluations", type=int, default=8, help="after the first, evenly spaced")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, one thread each")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "staleness_ablation")
+    parser.add_argument(
+        "--out", type=Path, help="FILE.json and FILE.png are written; default: the table is only printed"
+    )
     given = parser.parse_args()
+    leave_on_signals()
     started, outcomes = time.monotonic(), list[Outcome]()
     with tempfile.TemporaryDirectory() as models:
         build_models(given.tasks, given.seeds, Path(models))
         planned = cells(given, models)
-        with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool:
-            for outcome in pool.map(run_cell, planned):
-                outcomes.append(outcome)
-                print(
-                    f"{len(outcomes)}/{len(planned)}  {outcome.task}  seed {outcome.seed}  η {outcome.eta}  "
-                    f"{outcome.method}: {outcome.final:.3f}, area {outcome.area:.3f} "
-                    f"({outcome.cpu_seconds:.1f} CPU s)",
-                    flush=True,
-                )
+        for outcome in run_cells(planned, given.jobs):
+            outcomes.append(outcome)
+            print(
+                f"{len(outcomes)}/{len(planned)}  {outcome.task}  seed {outcome.seed}  η {outcome.eta}  "
+                f"{outcome.method}: {outcome.final:.3f}, area {outcome.area:.3f} "
+                f"({outcome.cpu_seconds:.1f} CPU s)",
+                flush=True,
+            )
+            if given.out is not None:
                 save(outcomes, given, seconds=time.monotonic() - started)  # what there is, should it be cut short
     show(outcomes)
-    if not draw(outcomes, given.out.with_suffix(".png")):
+    if given.out is not None and not draw(outcomes, given.out.with_suffix(".png")):
         print("no picture: matplotlib is not installed (pip install -e .[bench])")
     return 0
 

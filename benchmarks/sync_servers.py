@@ -17,8 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from demo_runs import leave_on_signals
+
 from areal_like.inference.backends import get_engine
 from areal_like.inference.spec import EngineSpec, InferenceServerSpec
+from launcher.child import PARENT_VARIABLE
 from launcher.environments import installed_version
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,7 +30,9 @@ TOKEN = os.environ.get("AREAL_LIKE_TOKEN") or secrets.token_urlsafe(16)
 #: seconds between two looks at a server that starts
 _LOOK = 0.05
 _PLAY = """
-import os, sys
+import os, signal, sys
+from launcher.child import die_with_parent
+die_with_parent(signal.SIGTERM)
 from areal_like.inference.spec import EngineSpec, InferenceServerSpec
 kind, spec, token, ready_file = sys.argv[1:]
 def ready(url):
@@ -115,7 +120,7 @@ def running(engine: str, spec: InferenceServerSpec | EngineSpec, folder: Path, t
             stdout=output,
             stderr=output,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": _python_path(folder)},
+            env={**os.environ, "PYTHONPATH": _python_path(folder), PARENT_VARIABLE: str(os.getpid())},
             start_new_session=True,
         )
     server = Server(engine=engine, name=spec.name, url="", process=process, log=log)
@@ -165,7 +170,7 @@ def end_at(seconds: float, leave: Callable[[], None]) -> None:
             server.send(signal.SIGKILL)
         os._exit(124)
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of every `finally`: servers outlive us otherwise
+    leave_on_signals()
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()

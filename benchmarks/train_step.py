@@ -30,8 +30,12 @@ import torch
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent
+sys.path[:0] = [str(FOLDER), str(ROOT)]
+
+from demo_runs import bound  # noqa: E402
+from step_shapes import SHAPES  # noqa: E402
+
 TRL = ROOT / ".venv-trl" / "bin" / "python"
-RESULT = FOLDER / "results" / "train_step_cpu.json"
 
 #: name -> (program, what it is asked beside what all are, interpreter)
 READINGS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -61,7 +65,7 @@ def read(program: str, request: dict[str, Any], threads: int, python: str) -> di
     if not Path(python).exists():
         return {"failed": f"no {python}; make trl installs it"}
     done = subprocess.run(
-        [python, str(FOLDER / program), json.dumps(request)],
+        bound([python, str(FOLDER / program), json.dumps(request)]),
         env=os.environ | {"OMP_NUM_THREADS": str(threads)},
         capture_output=True,
         text=True,
@@ -94,13 +98,13 @@ def line_of(answer: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=["tiny", "small"])
+    parser.add_argument("--shapes", nargs="+", default=["tiny", "small"], choices=list(SHAPES))
     parser.add_argument("--tokens", type=int, default=2048, help="of one micro-batch")
     parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument("--scale", type=float, default=0.1, help="of the rows' lengths")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--out", type=Path, help="JSON file for the result; default: it is only printed")
     given = parser.parse_args()
     rate = product_rate(given.threads)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
@@ -117,7 +121,8 @@ def main() -> int:
     for answer in readings(given, rate):
         result["readings"].append(answer)
         print(line_of(answer), flush=True)
-        given.out.write_text(json.dumps(result, indent=2))
+        if given.out is not None:
+            given.out.write_text(json.dumps(result, indent=2))
     return 1 if any("failed" in answer for answer in result["readings"]) else 0
 
 

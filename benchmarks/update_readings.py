@@ -25,10 +25,13 @@ from sync_policy import SYNC_SHAPES, Policy, write_model_folder
 from sync_runs import Line, Load, Way, open_line
 from sync_servers import Server, end_at, engine_version, running, server_spec
 
+from areal_like.errors import ConfigError
+
 #: seconds that a reading must have left to begin: exporting and hashing 12 GB on a path through the host takes these
 LEAST_SECONDS = 40.0
 #: seconds between "start nothing any more" and the hard end
 _GRACE = 60.0
+MODES = ("keep", "recompute")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +92,23 @@ def add_options(parser: argparse.ArgumentParser, *, seconds: float) -> None:
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="where snapshots are written")
     parser.add_argument("--seconds", type=float, default=seconds, help="nothing starts that would end later")
     parser.add_argument("--out", type=Path, help="JSON, written after each reading")
+
+
+def check_engine(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """The engine is installed where it is said to be.
+
+    Raises:
+        SystemExit: otherwise, with one sentence.
+    """
+    try:
+        if options.engine == "embedded" or engine_version(options.python, options.engine):
+            return
+    except ConfigError as error:
+        parser.error(str(error))
+    parser.error(
+        f"--python {options.python}: {options.engine} is not installed there; install it, name the interpreter of its "
+        "environment (make engines makes .venv-vllm/bin/python), or take the embedded engine: --engine embedded"
+    )
 
 
 @contextmanager

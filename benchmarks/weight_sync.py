@@ -18,6 +18,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -43,6 +44,7 @@ from areal_like.weights.transports.base import make_reader, make_writer  # noqa:
 from launcher.engine_facts import default_python, find_engine  # noqa: E402
 
 TRANSPORTS = ("shm", "disk", "collective")
+ENGINES = ("embedded", "vllm", "sglang")
 CONTEXT, BATCH = 512, 64
 #: seconds between "start nothing any more" and the hard end
 GRACE = 30.0
@@ -64,7 +66,7 @@ class Weights:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", nargs="+", default=["embedded", "vllm", "sglang"])
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     parser.add_argument("--model", type=Path, default=Path("models/smollm2"))
     parser.add_argument("--transports", nargs="+", default=list(TRANSPORTS), choices=TRANSPORTS)
     parser.add_argument("--mode", default="keep", choices=["keep", "recompute"])
@@ -101,7 +103,12 @@ def main() -> int:
             rows[engine]["failed"] = f"{type(error).__name__}: {error}"[-2000:]
             print(f"{engine}: {rows[engine]['failed']}", flush=True)
         write()
-    return 0 if all("failed" not in row for row in rows.values()) else 1
+    return status_of(rows.values())
+
+
+def status_of(rows: Collection[Mapping[str, Any]]) -> int:
+    """1 if an engine failed, or none was measured."""
+    return 1 if any("failed" in row for row in rows) or all("not_run" in row for row in rows) else 0
 
 
 def measure_engine(options: argparse.Namespace, engine: str, weights: Weights, row: dict[str, Any], end: float) -> None:

@@ -1,4 +1,7 @@
-"""Processes that the benchmarks start: each leads a group of its own, and is gone with it afterwards."""
+"""Processes that the benchmarks start: each leads a group of its own, and is gone with it afterwards.
+
+Whatever ends the benchmark ends them: a signal by :func:`end_on_signals`, its death by ``demo_runs.bound``.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +12,98 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.demo_runs import ROOT
+from benchmarks.demo_runs import ROOT, bound
 from launcher.local import tail
 
 #: the variable that carries a server's bearer token
 TOKEN_VARIABLE = "AREAL_LIKE_TOKEN"
 #: seconds that something which was asked to end gets
 GRACE = 15.0
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Ended(RuntimeError):
+    """The benchmark is ending: nothing is started any more."""
+
+
+class Groups:
+    """The process groups of this process, which may be waited for in several threads."""
+
+    def __init__(self) -> None:
+        self._leaders: set[int] = set()
+        self._lock = threading.RLock()  # a signal's handler may run in the middle of what holds it
+        self.ending = False
+
+    def begin(self, start: Callable[[], subprocess.Popen[str]]) -> subprocess.Popen[str]:
+        """Start one.
+
+        Raises:
+            Ended: all of them are ending.
+        """
+        with self._lock:
+            if self.ending:
+                raise Ended("the benchmark is ending")
+            process = start()
+            self._leaders.add(process.pid)
+            return process
+
+    def forget(self, process: subprocess.Popen[str]) -> None:
+        """It is gone."""
+        with self._lock:
+            self._leaders.discard(process.pid)
+
+    def end(self) -> None:
+        """Ask all to end, and start none any more; who waits for one sees to its end."""
+        with self._lock:
+            self.ending = True
+            for leader in tuple(self._leaders):
+                with suppress(ProcessLookupError):
+                    os.killpg(leader, signal.SIGTERM)
+
+
+GROUPS = Groups()
+
+
+def end_on_signals() -> None:
+    """On SIGINT, SIGTERM and SIGHUP: all groups end, and the main thread leaves by way of every ``finally``.
+
+    The exit status is 128 and the signal's number; later signals find us cleaning up, and do not break that off.
+    """
+
+    def over(number: int, frame: object) -> None:
+        for each in _ENDING:
+            signal.signal(each, signal.SIG_IGN)
+        GROUPS.end()
+        raise SystemExit(128 + number)
+
+    for number in _ENDING:
+        signal.signal(number, over)
 
 
 @contextmanager
 def process_group(
     command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None, **pipes: Any
 ) -> Iterator[subprocess.Popen[str]]:
-    """A process whose output goes to ``log``, unless ``pipes`` say otherwise; its group is gone afterwards."""
+    """A process whose output goes to ``log``, unless ``pipes`` say otherwise; its group is gone afterwards.
+
+    It gets SIGTERM when this process, or the thread that calls this, dies.
+
+    Raises:
+        Ended: the benchmark is ending.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
-        process = subprocess.Popen(
-            list(command), cwd=ROOT, text=True, start_new_session=True, env={**os.environ, **(environment or {})},
-            **{"stdout": output, "stderr": output, **pipes},
+        process = GROUPS.begin(
+            lambda: subprocess.Popen(
+                bound(command), cwd=ROOT, text=True, start_new_session=True,
+                env={**os.environ, **(environment or {})}, **{"stdout": output, "stderr": output, **pipes},
+            )
         )  # fmt: skip
     try:
         yield process
@@ -43,6 +113,7 @@ def process_group(
                 os.killpg(process.pid, number)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE)
+        GROUPS.forget(process)
 
 
 class Client:

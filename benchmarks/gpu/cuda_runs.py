@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.demo_runs import ROOT, run_demo, write_result
+from benchmarks.demo_runs import leave_on_signals, run_demo, write_result
 
 #: name -> (GPUs needed, overrides)
 PLACEMENTS: Mapping[str, tuple[int, Sequence[str]]] = {
@@ -44,8 +44,9 @@ PLACEMENTS: Mapping[str, tuple[int, Sequence[str]]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "cuda_runs.json")
+    parser.add_argument("--out", type=Path, help="JSON file for the result; default: it is only printed")
     arguments = parser.parse_args()
+    leave_on_signals()
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     rows: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -55,7 +56,8 @@ def main() -> int:
                 continue
             rows[name] = _row(name, needed, [f"total_train_steps={arguments.steps}", *overrides], Path(folder))
             print(name, rows[name], flush=True)
-            write_result(arguments.out, {"benchmark": "cuda_runs", "gpus": gpus, "runs": rows})
+            if arguments.out is not None:
+                write_result(arguments.out, {"benchmark": "cuda_runs", "gpus": gpus, "runs": rows})
     return 0 if all(isinstance(row, dict) or row.startswith("not run") for row in rows.values()) else 1
 
 

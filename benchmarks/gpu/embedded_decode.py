@@ -1,7 +1,7 @@
 """The embedded engine on CUDA beside vLLM, same model: tokens/s at 1, 32 and 256 requests in flight, over HTTP.
 
     python benchmarks/gpu/embedded_decode.py [--seconds 150] [--out FILE]
-    python benchmarks/gpu/embedded_decode.py --quick --device cpu
+    python benchmarks/gpu/embedded_decode.py --quick --device cpu [--parts embedded]      # vLLM is not needed for that
 
 SmolLM2-135M, prompts of 64 tokens, answers of 128, temperature 1, through the same client. The embedded engine is for
 laptops and tests: what is asked of it on a GPU is that it runs, and how far it is from vLLM is told.
@@ -21,6 +21,7 @@ from benchmarks.gpu.child_processes import Client
 from benchmarks.gpu.live_runs import (
     ONE_GPU,
     Report,
+    check_machine,
     engine_facts,
     engine_overrides,
     limit_time,
@@ -71,6 +72,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a few short answers")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    check_machine(parser, given, given.parts)
     limit_time(given.seconds + 30.0)
     report = Report(given.out, "embedded_decode_gpu", budget=given.seconds, device=given.device)
     with tempfile.TemporaryDirectory() as name:
@@ -80,7 +82,7 @@ def main() -> int:
     if all(isinstance(found, dict) and "failed" not in found for found in rates.values()):
         ours, theirs = rates["embedded"] or {}, rates["vllm"] or {}
         report.put("embedded_to_vllm", {n: round(ours[n] / theirs[n], 3) for n in ours if n in theirs})
-    return 0
+    return report.status
 
 
 if __name__ == "__main__":

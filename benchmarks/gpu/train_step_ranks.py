@@ -27,8 +27,9 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 ROOT = BENCHMARKS.parent
 sys.path[:0] = [str(BENCHMARKS), str(ROOT)]
 
-from demo_runs import write_result  # noqa: E402
+from demo_runs import bound, leave_on_signals, write_result  # noqa: E402
 from step_runs import Request, measure  # noqa: E402
+from step_shapes import SHAPES  # noqa: E402
 
 from areal_like.train.parallel import Parallel, process_group  # noqa: E402
 
@@ -93,7 +94,7 @@ def readings_of(shape: str, ranks: int, seconds: float) -> list[dict[str, Any]]:
         environment = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         processes = [
             subprocess.Popen(
-                [*command, "--ranks", str(rank), str(ranks), "--seconds", str(seconds)],
+                bound([*command, "--ranks", str(rank), str(ranks), "--seconds", str(seconds)]),
                 stdout=subprocess.DEVNULL if rank else subprocess.PIPE, text=True, env=environment,
             )
             for rank in range(ranks)
@@ -145,7 +146,7 @@ def measure_all(shapes: Sequence[str], ranks: Sequence[int], seconds: float, out
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--shapes", nargs="+", default=["1.5b"])
+    parser.add_argument("--shapes", nargs="+", default=["1.5b"], choices=list(SHAPES))
     parser.add_argument("--seconds", type=float, default=200.0, help="no reading starts later than this")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -154,6 +155,7 @@ def main() -> int:
     if given.child:
         child(*given.ranks, given.child, given.shapes[0], given.seconds)
         return 0
+    leave_on_signals()
     found = measure_all(["tiny"] if given.quick else given.shapes, given.ranks, given.seconds, given.out)
     return 1 if any(reading["name"] == "failed" for reading in found["readings"]) else 0
 

@@ -8,7 +8,8 @@ b  the same experiment synchronous and asynchronous (two_gpu_async.py)
 c  the server killed in the middle of a broadcast, and the trainer (two_gpu_deaths.py)
 d  two FSDP2 ranks give what one gives (tests/gpu/test_two_ranks_cuda.py), and their MFU (train_step_ranks.py)
 
-Results are written after every part and reading. Without GPUs (``--quick``) parts a and c run on CPUs, over gloo.
+Results are written after every part and reading. Without GPUs (``--quick``) parts a and c run on CPUs, over
+gloo; they need vLLM, or ``--engine embedded``.
 """
 
 from __future__ import annotations
@@ -30,18 +31,22 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 ROOT = BENCHMARKS.parent
 sys.path[:0] = [str(BENCHMARKS / "gpu"), str(BENCHMARKS), str(ROOT)]
 
+from demo_runs import bound  # noqa: E402
 from raw_broadcast import raw_broadcast  # noqa: E402
+from step_shapes import SHAPES  # noqa: E402
 from sync_policy import Policy  # noqa: E402
 from sync_runs import Way  # noqa: E402
 from sync_servers import Server  # noqa: E402
 from two_gpu_deaths import deaths, way_of  # noqa: E402
 from update_readings import (  # noqa: E402
     LEAST_SECONDS,
+    MODES,
     PLANS,
     Bench,
     Plan,
     add_options,
     bench_of,
+    check_engine,
     line_of,
     make_policy,
     serving,
@@ -59,8 +64,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=["a", "c", "d", "b"], choices=sorted(PARTS))
     parser.add_argument("--shapes", nargs="+", default=["135m", "6b"], choices=sorted(PLANS))
-    parser.add_argument("--modes", nargs="+", default=["keep", "recompute"])
-    parser.add_argument("--ranks-shapes", nargs="+", default=["1.5b"], help="what is trained in part d")
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
+    parser.add_argument(
+        "--ranks-shapes", nargs="+", default=["1.5b"], choices=sorted(SHAPES), help="what is trained in part d"
+    )
     parser.add_argument("--deaths-shape", default="6b", choices=sorted(PLANS), help="what is sent in part c")
     add_options(parser, seconds=540.0)
     options = parser.parse_args()
@@ -68,6 +75,8 @@ def main() -> int:
         options.shapes, options.deaths_shape = ["tiny"], "tiny"
     if torch.cuda.device_count() == 1:
         parser.error("one GPU is not enough: NCCL wants one for each process; see weight_sync.py")
+    if {"a", "c"} & set(options.parts):
+        check_engine(parser, options)
     with bench_of("two_gpu", options, gpu=1) as bench:
         bench.found |= {"gpus": torch.cuda.device_count(), "torch": torch.__version__}
         for part in options.parts:
@@ -174,7 +183,7 @@ def part_c(bench: Bench, row: dict[str, Any]) -> None:
 def part_d(bench: Bench, row: dict[str, Any]) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, f"--rootdir={ROOT}", "--import-mode=importlib"]
     tests = subprocess.run(
-        [*command, "-p", "no:cacheprovider", "tests/gpu/test_two_ranks_cuda.py"],
+        bound([*command, "-p", "no:cacheprovider", "tests/gpu/test_two_ranks_cuda.py"]),
         cwd=ROOT, capture_output=True, text=True, timeout=max(bench.left, 1), check=False,
     )  # fmt: skip
     row["tests_said"] = tests.stdout[-1500:]
@@ -186,7 +195,7 @@ def part_d(bench: Bench, row: dict[str, Any]) -> None:
     seconds = min(SECONDS_D, 0.8 * bench.left)
     words = ["--quick"] if bench.options.quick else ["--shapes", *bench.options.ranks_shapes]
     program = [sys.executable, str(BENCHMARKS / "gpu" / "train_step_ranks.py"), "--seconds", str(seconds)]
-    subprocess.run([*program, *words, "--out", str(out)], cwd=ROOT, timeout=bench.left + 60, check=False)
+    subprocess.run(bound([*program, *words, "--out", str(out)]), cwd=ROOT, timeout=bench.left + 60, check=False)
     row["train_step"] = json.loads(out.read_text())
 
 

@@ -5,8 +5,9 @@
 
 SmolLM2-135M learns sums (``workflows/long_tail.py``): lengths per prompt are log-normal, from 32 to 2,048 tokens. A
 synchronous step waits for the longest answer of its batch while the trainer stands still. Told of each η: step time,
-busy share of both GPUs, tokens/s, rewards, requests in flight at a commit; and how much faster than η = 0. A seed
-decides the order of the prompts, what is sampled and how minibatches are cut; lengths and model are the same.
+busy share of both GPUs, tokens/s, rewards, requests in flight at a commit; and how much faster than η = 0: in the
+steady steps, in all steps, and by tokens/s, for at its end an asynchronous run lives off what it had generated before.
+A seed decides the order of the prompts, what is sampled and how minibatches are cut; lengths and model are the same.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ from benchmarks.gpu.live_runs import (
     Experiment,
     Report,
     add_seeds,
+    check_machine,
     check_seeds,
     engine_facts,
     engine_overrides,
     limit_time,
     run_or_fall_back,
-    step_figures,
     vllm_flags,
 )
+from benchmarks.gpu.run_figures import step_figures
 from workflows.additions import Task, write
 
 ETAS = (0, 2, 4)
@@ -83,8 +85,11 @@ def name_of(eta: int, seed: int | None = None) -> str:
 
 
 def compare(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Each η beside η = 0 of its seed: the ratio of step times; rewards after equal ``steps``: difference and noise.
+    """Each η beside η = 0 of its seed: how much faster; rewards after equal ``steps``: difference and noise.
 
+    ``faster_than_sync``: seconds of a steady step, η = 0 by η. ``faster_whole``: the same of the sums of all steps that
+    both made, the first ones included. ``tokens_ratio``: tokens/s generated in the steady steps, η by η = 0. The last
+    two are missing where a result does not tell seconds step by step, or tokens.
     Where several seeds ran, ``over seeds`` has the means of those whose runs were not cut.
     """
     beside: dict[str, Any] = {}
@@ -94,11 +99,28 @@ def compare(found: Mapping[str, Any]) -> dict[str, Any]:
         sync = found.get(name_of(0) + comma + seed)
         if eta != name_of(0) and _made_steps(run) and _made_steps(sync):
             ratio = round(sync["seconds_per_step"] / run["seconds_per_step"], 3)
-            beside[name] = {"faster_than_sync": ratio, **_rewards_beside(sync["reward"], run["reward"])}
+            beside[name] = {
+                "faster_than_sync": ratio,
+                **_whole_ratios(sync, run),
+                **_rewards_beside(sync["reward"], run["reward"]),
+            }
             if seed and "failed" not in run and "failed" not in sync:
                 whole.setdefault(eta, {})[int(seed)] = beside[name]
     several = {eta: _over_seeds(rows) for eta, rows in whole.items() if len(rows) > 1}
     return beside | ({"over seeds": several} if several else {})
+
+
+def _whole_ratios(sync: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, float]:
+    found = {}
+    seconds = [run.get("by_step", {}).get("step_seconds", ()) for run in (sync, other)]
+    steps = min(map(len, seconds))
+    before, after = (sum(each[:steps]) for each in seconds)
+    if before and after:
+        found["faster_whole"] = round(before / after, 3)
+    tokens = [run.get("generated_tokens_per_second") for run in (sync, other)]
+    if all(tokens):
+        found["tokens_ratio"] = round(tokens[1] / tokens[0], 3)
+    return found
 
 
 def _made_steps(run: Any) -> bool:
@@ -108,7 +130,9 @@ def _made_steps(run: Any) -> bool:
 def _over_seeds(rows: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """Of one η, by seed: means, and their standard errors (deviation of the sample, n - 1, by √n)."""
     told: dict[str, Any] = {"seeds": list(rows)}
-    for name in ("faster_than_sync", "reward_difference"):
+    for name in ("faster_than_sync", "faster_whole", "tokens_ratio", "reward_difference"):
+        if not all(name in row for row in rows.values()):
+            continue
         values = [row[name] for row in rows.values()]
         told[name] = round(fmean(values), 4)
         told[f"{name}_error"] = round(stdev(values) / math.sqrt(len(values)), 4)
@@ -133,7 +157,7 @@ def _noise(*ends: list[float]) -> float | None:
     return round(math.sqrt(sum(stdev(end) ** 2 / len(end) for end in ends)), 4)
 
 
-def measure(given: argparse.Namespace, budget: float, out: Path | None) -> dict[str, Any]:
+def measure(given: argparse.Namespace, budget: float, out: Path | None) -> Report:
     """Every η with each seed that fits into ``budget`` seconds; the file ``out`` is written after each."""
     etas, seeds = given.etas[:2] if given.quick else given.etas, given.seeds
     steps = 2 if given.quick else (given.steps or steps_within(budget / len(seeds), etas))
@@ -161,13 +185,13 @@ def measure(given: argparse.Namespace, budget: float, out: Path | None) -> dict[
             )
             runs |= {run: found} if found is not None else {}
             report.put("comparison", compare(runs))
-    return report.found
+    return report
 
 
 def run_part(out: Path, *, quick: bool, budget_seconds: float) -> dict[str, Any]:
     """The same for a caller that has parts of its own: results by name, also in the file ``out``."""
     words = ["--quick"] if quick else []
-    return measure(_parser().parse_args(words), budget_seconds, out)
+    return measure(_parser().parse_args(words), budget_seconds, out).found
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -175,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, help="default: as many as should fit into --seconds")
     parser.add_argument("--etas", type=int, nargs="+", default=list(ETAS), help="in this order; 0 is compared with")
     add_seeds(parser, "every η with each, one after the other")
-    parser.add_argument("--transport", default="collective", help="collective, shm or disk")
+    parser.add_argument("--transport", default="collective", choices=["collective", "shm", "disk"])
     parser.add_argument("--engine", choices=["vllm", "embedded"], default="vllm")
     parser.add_argument("--smollm2", type=Path, default=ROOT / "models" / "smollm2", help="python -m launcher.smollm2")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -191,11 +215,11 @@ def main() -> int:
     parser = _parser()
     given = parser.parse_args()
     check_seeds(parser, given)
+    check_machine(parser, given, [given.engine])
     limit_time(given.seconds + 30.0)
     if given.device == "cpu":
         given.transport = "shm"
-    measure(given, given.seconds, given.out)
-    return 0
+    return measure(given, given.seconds, given.out).status
 
 
 if __name__ == "__main__":

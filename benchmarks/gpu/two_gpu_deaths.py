@@ -2,10 +2,14 @@
 
 ``server_killed``: the server's processes get SIGKILL when the second bucket is leaving the trainer.
 ``trainer_killed``: a trainer of its own process kills itself at that moment. Without GPUs the same over gloo.
+
+``python two_gpu_deaths.py ENGINE NAME URL SHAPE VERSION`` is that trainer; two_gpu.py starts it, with the server's
+token in ``AREAL_LIKE_TOKEN``. To run all of it: ``python benchmarks/gpu/two_gpu.py --parts c``.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import signal
@@ -24,6 +28,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent)]
 
 from broadcast_watch import watched_broadcasts  # noqa: E402
+from demo_runs import bound  # noqa: E402
 from sync_policy import SYNC_SHAPES, Policy  # noqa: E402
 from sync_runs import Line, Load, Watched, Way, open_line  # noqa: E402
 from sync_servers import TOKEN, Server  # noqa: E402
@@ -196,7 +201,7 @@ async def trainer_killed(bench: Bench, plan: Plan, policy: Policy, server: Serve
 
 async def _doomed_trainer(server: Server, shape: str, version: int) -> tuple[int | None, str]:
     """Runs :func:`doomed` in a process of its own; its exit status, and the end of what it said."""
-    command = [sys.executable, __file__, server.engine, server.name, server.url, shape, str(version)]
+    command = bound([sys.executable, __file__, server.engine, server.name, server.url, shape, str(version)])
     with tempfile.TemporaryFile() as output:
         process = await asyncio.create_subprocess_exec(
             *command, stdout=output, stderr=output, env={**os.environ, "AREAL_LIKE_TOKEN": TOKEN}
@@ -277,5 +282,16 @@ def _short(row: dict[str, Any]) -> str:
     return f"{seconds:.2f} s after the kill" if seconds is not None else f"not sent: {row['told']}"
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=["vllm", "embedded"])
+    parser.add_argument("name", help="of the server")
+    parser.add_argument("url", help="of the server")
+    parser.add_argument("shape", choices=sorted(PLANS))
+    parser.add_argument("version", type=int, help="published whole; in the middle of the next it ends")
+    given = parser.parse_args()
+    asyncio.run(doomed(given.engine, given.name, given.url, given.shape, given.version))
+
+
 if __name__ == "__main__":
-    asyncio.run(doomed(*sys.argv[1:5], int(sys.argv[5])))
+    main()

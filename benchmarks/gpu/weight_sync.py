@@ -8,7 +8,8 @@ a fresh answer's log-probs are compared with a forward pass of the trainer's own
 by the channel; and every answer under way must come back with all of its tokens. Beside them what the hardware does
 with the same bytes: copies on the device, over the bus and in memory, and a write to the disk.
 
-Without a GPU it runs on a CPU (``--quick``), where ipc does not exist, to show that every step works.
+Without a GPU it runs on a CPU (``--quick``), where ipc does not exist, to show that every step works; ``--engine
+embedded`` needs no vLLM.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ from sync_runs import Way  # noqa: E402
 from sync_servers import Server  # noqa: E402
 from update_readings import (  # noqa: E402
     LEAST_SECONDS,
+    MODES,
     PLANS,
     Bench,
     Plan,
     add_options,
     bench_of,
+    check_engine,
     line_of,
     make_policy,
     serving,
@@ -59,10 +62,11 @@ DIGEST_TIMES = 3
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=["135m", "6b"], choices=sorted(PLANS))
-    parser.add_argument("--transports", nargs="+", default=["ipc", "shm", "disk"])
-    parser.add_argument("--modes", nargs="+", default=["keep", "recompute"])
+    parser.add_argument("--transports", nargs="+", default=["ipc", "shm", "disk"], choices=["ipc", "shm", "disk"])
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     add_options(parser, seconds=420.0)
     options = parser.parse_args()
+    check_engine(parser, options)
     rows: dict[str, Any] = {}
     with bench_of("gpu_weight_sync", options, gpu=0) as bench:
         bench.found["shapes"] = rows

@@ -29,8 +29,8 @@ from benchmarks.gpu.live_runs import (
     check_seeds,
     engine_facts,
     engine_overrides,
-    step_figures,
 )
+from benchmarks.gpu.run_figures import step_figures
 
 
 def fail() -> None:
@@ -270,7 +270,7 @@ def test_every_lag_runs_once_a_seed(
     given = two_gpu_async._parser().parse_args(
         [*f"--quick --device cpu --engine embedded --python no/such/python {words}".split()]
     )
-    found = two_gpu_async.measure(given, 60.0, tmp_path / "found.json")
+    found = two_gpu_async.measure(given, 60.0, tmp_path / "found.json").found
     assert [name for name in found if name.startswith("eta=")] == names
     assert begun == [(eta, seed) for seed in given.seeds for eta in (0, 2)]
     assert [found[name]["seed"] for name in names] == [seed for _, seed in begun]
