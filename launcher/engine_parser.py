@@ -18,6 +18,7 @@ from areal_like.inference.backends import ENGINES, get_engine
 from areal_like.inference.backends.base import EngineCommand
 from launcher.devices import Machine
 from launcher.engines import engine_spec
+from launcher.log_text import readable_lines
 from launcher.processes import INFERENCE, plan_processes
 
 #: seconds an engine may take to import itself, on a slow machine for the first time
@@ -93,7 +94,7 @@ def parse_only(command: EngineCommand, *, key: str, who: str) -> None:
         return
     if ended.returncode == _REFUSED and (found := re.findall(r"^.*?: error: (.+)$", ended.stderr, re.MULTILINE)):
         raise ConfigError(f"{key}: {who} refuses its flags: {found[-1]}")
-    shown = "\n".join(f"  | {line}" for line in ended.stderr.strip().splitlines()[-_LAST_LINES:])
+    shown = "\n".join(f"  | {line}" for line in readable_lines(ended.stderr)[-_LAST_LINES:])
     raise ConfigError(
         f"rollout.python: {who} ended with status {ended.returncode} before it had read its flags:\n{shown}"
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
 import tempfile
 from pathlib import Path
 
-from areal_like.weights.segments import remove_segments, segment_directory
+from areal_like.weights.segments import list_segments, remove_segments, segment_directory, segment_path
 
 #: a Unix socket's whole path must fit into 107 bytes; this much is left for the folder
 _LONGEST_SOCKET_FOLDER = 70
@@ -33,10 +34,28 @@ def make_socket_folder(run_id: str) -> Path:
 
 def sweep(run_id: str) -> None:
     """Remove the sockets and shared memory of a run whose processes have ended."""
-    for base in {tempfile.gettempdir(), "/tmp"}:
-        for folder in Path(base).glob(f"{_socket_prefix(run_id)}*"):
-            shutil.rmtree(folder, ignore_errors=True)
+    for folder in _socket_folders(run_id):
+        shutil.rmtree(folder, ignore_errors=True)
     remove_segments(run_id)
+
+
+def left_behind(run_id: str) -> tuple[Path, ...]:
+    """What :func:`sweep` would remove: files and folders."""
+    return (*_socket_folders(run_id), *(segment_path(name) for name in list_segments(run_id)))
+
+
+def size_of(path: Path) -> int:
+    """Bytes that a file takes, or the files in a folder; 0 for what is gone meanwhile."""
+    total = 0
+    for found in path.rglob("*") if path.is_dir() else (path,):
+        with contextlib.suppress(OSError):
+            total += found.lstat().st_blocks * 512
+    return total
+
+
+def _socket_folders(run_id: str) -> list[Path]:
+    bases = {tempfile.gettempdir(), "/tmp"}
+    return sorted(folder for base in bases for folder in Path(base).glob(f"{_socket_prefix(run_id)}*"))
 
 
 def sweep_engine_memory(since: float) -> None:

@@ -27,6 +27,7 @@ from areal_like.config.paths import RunPaths
 from areal_like.errors import ProcessDied
 from launcher.environment import child_environment
 from launcher.leftovers import make_socket_folder, sweep, sweep_engine_memory
+from launcher.log_text import readable_lines
 
 #: lines of a dead process's log that its error shows
 _LAST_LINES = 20
@@ -221,7 +222,7 @@ def tail(path: Path, count: int) -> list[str]:
             text = file.read().decode("utf-8", errors="replace")
     except FileNotFoundError:
         return []
-    return text.splitlines()[-count:]
+    return readable_lines(text)[-count:]
 
 
 def _how_it_ended(returncode: int) -> str:

@@ -60,6 +60,11 @@ def running_process(paths: RunPaths) -> str | None:
     return _holder_in_words(_read_holder(paths.lock))
 
 
+def last_holder(paths: RunPaths) -> Holder | None:
+    """Who holds, or last held, a run's folder; None if nobody is known."""
+    return _read_holder(paths.lock)
+
+
 @contextlib.contextmanager
 def claim_run_directory(paths: RunPaths, *, run_id: str, force: bool) -> Iterator[Path | None]:
     """Hold the run's folder while the context lasts; yields where an earlier run was moved to, if one was.

@@ -44,7 +44,7 @@ from areal_like.rollout.store import TrajectoryStore
 from areal_like.train.group import RankHealth, TrainerGroup
 from areal_like.weights.channel import WeightChannel
 from areal_like.weights.snapshot_folders import remove_snapshots
-from launcher.ending import ending, newest_kept
+from launcher.ending import ending, failure_text, newest_kept
 from launcher.processes import TRAIN
 from launcher.session import (
     RunContext,
@@ -168,7 +168,7 @@ async def train(session: Session, progress: RunProgress, stop: Stop, training: a
             kept = await _run_loop(context, parts, journal, tracer, stop)
         except Exception as error:
             with _cause_comes_first():
-                _summary(context, journal, stop, failure=headline_of(error)).write(context.paths.summary)
+                _summary(context, journal, stop, failure=failure_text(error)).write(context.paths.summary)
             raise
         except asyncio.CancelledError as error:  # a process died, or the end was asked for twice
             with _cause_comes_first():

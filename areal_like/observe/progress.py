@@ -164,6 +164,12 @@ def format_seconds(seconds: float | None) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def counted(count: int, noun: str) -> str:
+    """``1 step``, ``1,200 steps``, ``2 trajectories``."""
+    several = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else several}"
+
+
 def closing_table(summary: Summary, *, title: str, first: Mapping[str, str] | None = None) -> Table:
     """What the run came to, for the end of a terminal's output; ``first``: rows above the figures."""
     table = Table(title=title, show_header=False, title_justify="left")
@@ -173,19 +179,19 @@ def closing_table(summary: Summary, *, title: str, first: Mapping[str, str] | No
     lost = {k: getattr(groups, k) for k in ("filtered", "failed", "stale", "cancelled")}
     rows = {
         **(first or {}),
-        "time": f"{format_seconds(summary.seconds)} for {summary.steps} steps",
+        "time": f"{format_seconds(summary.seconds)} for {counted(summary.steps, 'step')}",
         "evaluation": f"{_score(summary.eval_before)} → {_score(summary.eval_after)}",
         "training reward": f"{_score(summary.reward_first)} → {_score(summary.reward_last)}",
         "lag": f"mean {summary.lag_mean:.2f}, max {summary.lag_max}",
         "groups": f"{groups.trained:,} trained" + "".join(f", {n:,} {k}" for k, n in lost.items() if n),
         "tokens": f"{summary.generated_tokens:,} generated, {summary.trained_tokens:,} trained",
         "weights": (
-            f"{summary.versions_published} versions, {summary.weight_bytes_total / 1e6:,.1f} MB, "
+            f"{counted(summary.versions_published, 'version')}, {summary.weight_bytes_total / 1e6:,.1f} MB, "
             f"servers paused {summary.pause_seconds_total:.2f} s"
         ),
         "interrupted": (
-            f"{summary.interrupted_requests:,} requests at a commit; {summary.multi_version_trajectories:,} "
-            f"trajectories of several versions"
+            f"{counted(summary.interrupted_requests, 'request')} at a commit; "
+            f"{counted(summary.multi_version_trajectories, 'trajectory')} of several versions"
         ),
     }
     for name, value in rows.items():

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from enum import StrEnum
 
+import areal_like
 from areal_like.errors import InfrastructureError, NoServerAvailable, RequestError
 
 #: lines of a traceback that are shown in one message: the innermost frames, where the fault is
 TRACEBACK_TAIL = 12
+_OURS = os.path.dirname(areal_like.__file__)
+#: "    ^^^^~~~" under a line of a traceback
+_MARKS = re.compile(r"\s*[\^~]+[\s\^~]*")
 #: numbers and addresses differ between two occurrences of the same fault
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
@@ -57,9 +63,22 @@ def headline_of(error: BaseException) -> str:
 
 
 def traceback_tail(error: BaseException) -> str:
-    """The innermost lines of the traceback, causes included."""
-    lines = "".join(traceback.format_exception(root_of(error))).rstrip().splitlines()
-    return "\n".join(lines[-TRACEBACK_TAIL:])
+    """The innermost lines of the traceback, causes included, and the innermost frame of the user's own code."""
+    leaf = root_of(error)
+    lines = "".join(traceback.format_exception(leaf)).rstrip().splitlines()
+    lines = [line for line in lines if not _MARKS.fullmatch(line)]
+    tail, own = lines[-TRACEBACK_TAIL:], _users_frame(leaf)
+    if own is not None and not any(f'"{own.filename}", line {own.lineno},' in line for line in tail):
+        shown = [line for line in traceback.format_list([own])[0].splitlines() if not _MARKS.fullmatch(line)]
+        tail = [*shown, "  ...", *tail[len(shown) + 1 :]]
+    return "\n".join(tail)
+
+
+def _users_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost frame that is neither ours nor of an installed package; None if there is none."""
+    others = (_OURS, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    return next((f for f in frames if not f.filename.startswith((*(f"{o}{os.sep}" for o in others), "<"))), None)
 
 
 def message_of(error: BaseException) -> str:

@@ -18,8 +18,9 @@ _FILE_WIDTH = 140
 
 def run(arguments: argparse.Namespace) -> int:
     paths = RunPaths(root=Path(arguments.run_folder).absolute())
-    ended, summary = told_ending(paths)
-    first = {"ended": ended, "checkpoint": newest_kept(paths.root)}
+    ending = told_ending(paths)
+    summary = ending.summary
+    first = {"ended": ending.how, **ending.details, "checkpoint": newest_kept(paths.root)}
     console = Console()
     if not console.is_terminal:
         console = Console(width=_FILE_WIDTH)

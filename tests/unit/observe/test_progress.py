@@ -98,14 +98,15 @@ def test_the_closing_table_shows_what_the_run_came_to() -> None:
     summary = tally.summary(seconds=65, groups=GroupCounts(trained=2, failed=1), generated_tokens=5000)
     out = io.StringIO()
     Console(file=out, width=100).print(closing_table(summary, title="sums/cpu", first={"ended": "by [hand]"}))
-    text = out.getvalue()
+    text = "\n".join(line.strip(" │┃") for line in out.getvalue().splitlines())
     for part in (
         "by [hand]",
-        "1:05 for 1 steps",
+        "1:05 for 1 step\n",
+        "1 version, 2.0 MB",
         "0.400 → 0.950",
         "mean 1.50, max 2",
         "2 trained, 1 failed",
-        "7 requests",
+        "7 requests at a commit; 3 trajectories of several",
     ):
         assert part in text
     assert "stale" not in text

@@ -1,3 +1,7 @@
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from areal_like.errors import EpisodeError, NoServerAvailable, RequestError, RewardError, ServerUnavailable
@@ -85,6 +89,25 @@ def test_a_traceback_tail_is_short_and_holds_the_innermost_frames() -> None:
     tail = traceback_tail(caught.value)
     assert len(tail.splitlines()) == 12
     assert tail.endswith("ValueError: at the bottom")
+
+
+def test_a_traceback_tail_has_no_marks_and_the_frame_of_the_users_own_code(tmp_path: Path) -> None:
+    """However deep in a library the error was raised."""
+    workflow = tmp_path / "my_workflow.py"
+    workflow.write_text("import re\n\ndef score(text):\n    return re.compile(text + '(' * 3)\n")
+    scope: dict[str, Any] = {}
+    exec(compile(workflow.read_text(), str(workflow), "exec"), scope)
+    with pytest.raises(re.error) as caught:
+        scope["score"]("a" + "(?:" * 8)
+    lines = traceback_tail(caught.value).splitlines()
+    assert len(lines) == 12
+    assert lines[:3] == [
+        f'  File "{workflow}", line 4, in score',
+        "    return re.compile(text + '(' * 3)",
+        "  ...",
+    ]
+    assert lines[-1].startswith("re.error: ") or lines[-1].startswith("re.PatternError: ")
+    assert not any(set(line) <= set(" ^~") for line in lines)
 
 
 class Unshowable(Exception):
