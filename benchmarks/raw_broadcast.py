@@ -9,6 +9,7 @@ bytes) and bytes/s.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -28,6 +29,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
+from demo_runs import bound  # noqa: E402
 from sync_policy import SYNC_SHAPES, llama_config  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
@@ -45,7 +47,7 @@ def raw_broadcast(shape: str, backend: str, times: int, timeout: float) -> dict[
         arguments = [f"{folder}/meeting", backend, shape, str(times)]
         ranks = [
             subprocess.Popen(
-                [*command, str(rank), *arguments], stdout=(subprocess.PIPE, subprocess.DEVNULL)[rank], text=True
+                bound([*command, str(rank), *arguments]), stdout=(subprocess.PIPE, subprocess.DEVNULL)[rank], text=True
             )
             for rank in range(2)
         ]
@@ -65,7 +67,7 @@ def raw_broadcast(shape: str, backend: str, times: int, timeout: float) -> dict[
     return found
 
 
-def main(rank: int, meeting: str, backend: str, shape: str, times: int) -> None:
+def read(rank: int, meeting: str, backend: str, shape: str, times: int) -> None:
     device = torch.device("cpu")
     if backend == "nccl":
         device = torch.device("cuda", 1 - rank)
@@ -114,6 +116,17 @@ def _median(work: Callable[[], None], device: torch.device, times: int) -> float
     return median(readings[1:])
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rank", type=int, choices=[0, 1])
+    parser.add_argument("meeting", metavar="rendezvous_file")
+    parser.add_argument("backend", choices=["gloo", "nccl"])
+    parser.add_argument("shape", choices=sorted(SYNC_SHAPES))
+    parser.add_argument("times", type=int)
+    given = parser.parse_args()
+    read(given.rank, given.meeting, given.backend, given.shape, given.times)
+
+
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main(int(sys.argv[1]), *sys.argv[2:5], int(sys.argv[5]))
+    main()

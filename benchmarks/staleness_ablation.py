@@ -9,7 +9,8 @@ that the bound allows. Prompts, workflow, reward, objective and optimiser are th
 ``sync_baseline.py``. Accuracy is that of the policy being trained, sampled at temperature 1 on held-out prompts; the
 area under the curve is its mean over evenly spaced evaluations, the first step included.
 
-Prints the table; ``--out`` also writes FILE.json and FILE.png (the picture needs matplotlib: ``pip install -e .[bench]``).
+Prints the table; ``--out`` also writes FILE.json and FILE.png (the picture needs matplotlib: ``pip install -e
+.[bench]``).
 """
 
 import argparse

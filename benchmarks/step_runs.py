@@ -8,6 +8,7 @@ warm-up, with the device idle before and after. On a CPU, memory is that of one 
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import sys
@@ -162,7 +163,9 @@ def run(requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    for reading in run([Request(**fields) for fields in map(json.loads, sys.argv[1:])]):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("requests", nargs="+", type=json.loads, metavar="REQUEST", help="a JSON object of its fields")
+    for reading in run([Request(**fields) for fields in parser.parse_args().requests]):
         print(json.dumps(reading), flush=True)
     return 0
 

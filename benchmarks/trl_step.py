@@ -9,6 +9,7 @@ one step of AdamW.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -22,13 +23,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from datasets import Dataset
+try:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+except ImportError as error:
+    raise SystemExit(f"{error}: this runs in TRL's own environment, which `make trl` installs") from None
 from step_memory import memory_on_cpu, memory_on_cuda, resident
 from step_shapes import SHAPES, flops, row_lengths, trajectories, written_tokens
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import GRPOConfig, GRPOTrainer
 
 from areal_like.api.trajectory import Trajectory
 
@@ -150,5 +154,11 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("request", type=json.loads, help="a JSON object")
+    print(json.dumps(measure(parser.parse_args().request)))
+
+
 if __name__ == "__main__":
-    print(json.dumps(measure(json.loads(sys.argv[1]))))
+    main()

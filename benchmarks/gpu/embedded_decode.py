@@ -72,7 +72,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a few short answers")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    check_machine(parser, given, given.parts)
+    check_machine(parser, given, given.parts, instead="--parts embedded")
     limit_time(given.seconds + 30.0)
     report = Report(given.out, "embedded_decode_gpu", budget=given.seconds, device=given.device)
     with tempfile.TemporaryDirectory() as name:

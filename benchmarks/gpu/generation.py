@@ -30,7 +30,7 @@ from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.demo_runs import ROOT
+from benchmarks.demo_runs import ROOT, bound
 from benchmarks.gpu.child_processes import Client
 from benchmarks.gpu.gpu_meter import GpuMeter
 from benchmarks.gpu.live_runs import (
@@ -188,7 +188,7 @@ def model_folder(name: str, folder: Path, given: argparse.Namespace) -> Path:
         "with torch.device(device):\n    model = LlamaForCausalLM(config)\n"
         "model.save_pretrained(sys.argv[1])\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(target)], check=True, cwd=ROOT)
+    subprocess.run(bound([sys.executable, "-c", code, str(target)]), check=True, cwd=ROOT)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (target / file).write_bytes((smollm2 / file).read_bytes())
     return target

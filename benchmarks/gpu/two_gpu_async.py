@@ -215,7 +215,7 @@ def main() -> int:
     parser = _parser()
     given = parser.parse_args()
     check_seeds(parser, given)
-    check_machine(parser, given, [given.engine])
+    check_machine(parser, given, [given.engine], instead="--engine embedded")
     limit_time(given.seconds + 30.0)
     if given.device == "cpu":
         given.transport = "shm"

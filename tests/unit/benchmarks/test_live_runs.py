@@ -126,6 +126,15 @@ def test_figures_leave_the_first_steps_out() -> None:
     assert (found["lag_max"], found["gpu_busy"]) == (2, None)
 
 
+def test_figures_tell_of_the_whole_run_beside_its_steady_steps() -> None:
+    found = step_figures(run_of([9.0, *[2.0] * 8, 0.5], [0.0] * 10), GpuMeter())
+    assert found["whole_seconds"] == 25.5
+    assert found["steady_steps"] == [4, 10]  # the first fifth of ten, and the step from which seconds are counted
+    assert found["seconds_per_step"] == pytest.approx((6 * 2.0 + 0.5) / 7, abs=1e-4)  # the end is among them
+    alone = step_figures(run_of([9.0], [0.0]), GpuMeter())
+    assert (alone["whole_seconds"], alone["steady_steps"]) == (9.0, [1, 1])
+
+
 def test_figures_tell_every_step_and_every_part_of_its_publication() -> None:
     run = run_of([9.0, 2.0, 2.0004, 2.0], [0.1] * 4)
     parts = [{"export": 4.0, "commit": 1.0}, {"export": 0.5, "commit": 0.25}, {"export": 0.125}, {"export": 0.25}]
@@ -208,6 +217,41 @@ def test_rewards_are_compared_after_equal_steps_with_the_noise_of_those_steps() 
     assert (found["steps"], found["reward_difference"], found["reward_noise"]) == (16, 0.5, 0.2887)
     one = two_gpu_async.compare({"eta=0": sync, "eta=4": other | {"reward": [0.25]}})["eta=4"]
     assert (one["steps"], one["reward_difference"], one["reward_noise"]) == (1, 0.25, None)
+
+
+def test_all_steps_and_tokens_are_compared_beside_steady_steps() -> None:
+    """An asynchronous run that was fast at its end alone."""
+    sync = {**told(2.0, 0.5), "generated_tokens_per_second": 80.0, "by_step": {"step_seconds": [6.0, 2.0, 2.0, 9.0]}}
+    other = {**told(1.0, 0.5), "generated_tokens_per_second": 100.0, "by_step": {"step_seconds": [6.0, 1.0, 1.0]}}
+    found = two_gpu_async.compare({"eta=0": sync, "eta=2": other})["eta=2"]
+    # of the three steps that both made: 10 s and 8 s
+    assert (found["faster_than_sync"], found["faster_whole"], found["tokens_ratio"]) == (2.0, 1.25, 1.25)
+    both = two_gpu_async.compare(
+        {
+            **{f"eta=0, seed {seed}": sync for seed in (1, 2, 3)},
+            "eta=2, seed 1": other,
+            "eta=2, seed 2": other
+            | {"generated_tokens_per_second": 60.0, "by_step": {"step_seconds": [5.0, 2.0, 1.0]}},
+        }
+    )
+    # by tokens 1.25 and 0.75: a deviation of 0.5 / √2, an error of 0.25
+    several = both["over seeds"]["eta=2"]
+    assert (several["tokens_ratio"], several["tokens_ratio_error"]) == (1.0, 0.25)
+    assert (several["faster_whole"], several["faster_whole_error"]) == (1.25, 0.0)
+
+
+@pytest.mark.parametrize("missing", ["by_step", "generated_tokens_per_second"])
+def test_results_that_tell_less_are_compared_by_what_they_tell(missing: str) -> None:
+    run = {**told(2.0, 0.5), "generated_tokens_per_second": 80.0, "by_step": {"step_seconds": [6.0, 2.0]}}
+    less = {name: figure for name, figure in run.items() if name != missing}
+    named = {"by_step": "faster_whole", "generated_tokens_per_second": "tokens_ratio"}
+    runs = {"eta=0, seed 1": run, "eta=2, seed 1": less, "eta=0, seed 2": run, "eta=2, seed 2": run}
+    found = two_gpu_async.compare(runs)
+    assert named[missing] not in found["eta=2, seed 1"]
+    assert found["eta=2, seed 2"]["faster_whole"] == found["eta=2, seed 2"]["tokens_ratio"] == 1.0
+    assert named[missing] not in found["over seeds"]["eta=2"]  # not of all of them
+    empty = {**run, "by_step": {"step_seconds": []}, "generated_tokens_per_second": 0.0}
+    assert set(named.values()).isdisjoint(two_gpu_async.compare({"eta=0": empty, "eta=2": run})["eta=2"])
 
 
 def told(seconds: float, reward: float, **more: str) -> dict[str, Any]:
