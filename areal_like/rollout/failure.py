@@ -17,6 +17,7 @@ TRACEBACK_TAIL = 12
 _OURS = os.path.dirname(areal_like.__file__)
 #: "    ^^^^~~~" under a line of a traceback
 _MARKS = re.compile(r"\s*[\^~]+[\s\^~]*")
+_TRACEBACK = "Traceback (most recent call last):"
 #: numbers and addresses differ between two occurrences of the same fault
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
@@ -56,9 +57,12 @@ def signature_of(error: BaseException) -> str:
 
 
 def headline_of(error: BaseException) -> str:
-    """``Type: message`` on one line; the type alone where there is no message."""
+    """``Type: message`` on one line; the type alone where there is no message.
+
+    A traceback inside the message, as of code that ran in another process, is left out.
+    """
     leaf = root_of(error)
-    message = " ".join(message_of(leaf).split())[:500]
+    message = " ".join(message_of(leaf).partition(_TRACEBACK)[0].split())[:500]
     return f"{type(leaf).__qualname__}: {message}" if message else type(leaf).__qualname__
 
 

@@ -78,6 +78,14 @@ def test_texts_of_an_exception_group_are_those_of_its_first_member() -> None:
     assert "raise ValueError(message)" in traceback_tail(group)
 
 
+def test_a_headline_has_no_traceback_in_it() -> None:
+    """What a worker's error says ends in the worker's traceback."""
+    text = (
+        'reward f failed:\nKeyError: 1\nTraceback (most recent call last):\n  File "f.py", line 3\n    ^^^\nKeyError: 1'
+    )
+    assert headline_of(RewardError(text)) == "RewardError: reward f failed: KeyError: 1"
+
+
 def test_a_traceback_tail_is_short_and_holds_the_innermost_frames() -> None:
     def deep(level: int) -> None:
         if level:
