@@ -118,7 +118,7 @@ def _whole_ratios(sync: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str
     if before and after:
         found["faster_whole"] = round(before / after, 3)
     tokens = [run.get("generated_tokens_per_second") for run in (sync, other)]
-    if all(tokens):
+    if tokens[0] and tokens[1] is not None:
         found["tokens_ratio"] = round(tokens[1] / tokens[0], 3)
     return found
 

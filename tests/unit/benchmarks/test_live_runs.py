@@ -250,6 +250,8 @@ def test_results_that_tell_less_are_compared_by_what_they_tell(missing: str) -> 
     assert named[missing] not in found["eta=2, seed 1"]
     assert found["eta=2, seed 2"]["faster_whole"] == found["eta=2, seed 2"]["tokens_ratio"] == 1.0
     assert named[missing] not in found["over seeds"]["eta=2"]  # not of all of them
+    idle = {**run, "generated_tokens_per_second": 0.0}
+    assert two_gpu_async.compare({"eta=0": run, "eta=2": idle})["eta=2"]["tokens_ratio"] == 0.0
     empty = {**run, "by_step": {"step_seconds": []}, "generated_tokens_per_second": 0.0}
     assert set(named.values()).isdisjoint(two_gpu_async.compare({"eta=0": empty, "eta=2": run})["eta=2"])
 
