@@ -84,9 +84,7 @@ class DemoRun:
 def build_model(folder: Path, *, seed: int) -> None:
     """The guessing game's model and data, unless they are there."""
     command = [sys.executable, "-m", "launcher.tiny_models", "guess", str(folder), "--seed", str(seed)]
-    subprocess.run(
-        bound(command), cwd=ROOT, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL
-    )
+    _run_in_order(command, stderr=None, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def run_demo(*, seed: int, models: Path, runs: Path, trial: str, overrides: Sequence[str] = ()) -> DemoRun:
@@ -114,19 +112,18 @@ def run_demo(*, seed: int, models: Path, runs: Path, trial: str, overrides: Sequ
     )
 
 
-def _run_in_order(command: Sequence[str]) -> None:
+def _run_in_order(command: Sequence[str], **pipes: Any) -> None:
     """See it through; where this is broken off it gets time to end what it started.
 
     Raises:
         subprocess.CalledProcessError: it failed.
     """
-    with subprocess.Popen(
-        bound(command), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    ) as process:
+    silent: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(bound(command), cwd=ROOT, start_new_session=True, **silent | pipes) as process:
         try:
             status = process.wait()
         except BaseException:
-            process.terminate()
+            process.send_signal(signal.SIGINT)  # which takes away what is half built
             try:
                 process.wait(_GRACE)
             except subprocess.TimeoutExpired:

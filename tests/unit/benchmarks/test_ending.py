@@ -37,13 +37,14 @@ with tempfile.TemporaryDirectory() as folder:
     print(folder, flush=True)
     spread([1, 2], ["here"], work) if sys.argv[2] == "beside" else work(1, "here")
 """
-_DEMO = """
+_DEMO = r"""
 from benchmarks import demo_runs
 demo_runs.leave_on_signals()
 demo_runs.subprocess.DEVNULL = None  # what it starts may be heard
 with tempfile.TemporaryDirectory() as folder:
     print(folder, flush=True)
-    demo_runs._run_in_order(SLEEPER)
+    tidy = "try: exec(sys.argv[1])\nexcept KeyboardInterrupt: print('tidy')"
+    demo_runs._run_in_order([*SLEEPER[:-1], "import sys\n" + tidy, SLEEPER[-1]])
 """
 _SERVER = """
 import sync_servers
@@ -93,12 +94,14 @@ def test_what_a_benchmark_started_ends_with_it(way: str, number: signal.Signals,
         assert folder.is_dir()
         benchmark.send_signal(number)
         status = benchmark.wait(20.0)
-    for process in started:
-        wait_for_end(process)
+        for process in started:
+            wait_for_end(process)
+        said = benchmark.stdout.read()
     if number == signal.SIGKILL:  # nothing is left to take the folder away
         assert status == -number
     else:
         assert (status, folder.exists()) == (128 + number, False)
+        assert said == ("tidy\n" if way == "demo" else "")  # a run takes away what it had half built
 
 
 def test_a_bound_process_is_the_command_itself() -> None:
