@@ -210,7 +210,7 @@ class LocalLauncher:
 def describe_death(role: RoleProcess, returncode: int) -> str:
     """How a process ended, and the end of its log."""
     lines = tail(role.log, _LAST_LINES)
-    shown = "\n".join(f"  | {line}" for line in lines) if lines else "  (its log is empty)"
+    shown = "\n".join(f"  | {line}" for line in lines) if lines else "  (its log says nothing)"
     return f"{role.name} (pid {role.pid}) {_how_it_ended(returncode)}; last lines of {role.log}:\n{shown}"
 
 

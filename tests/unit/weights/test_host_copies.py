@@ -375,6 +375,16 @@ def test_memory_goes_when_the_export_has_ended_however_it_did(
     assert not [memory for memory in made if memory() is not None]
 
 
+@contextmanager
+def sigint_raises() -> Iterator[None]:
+    """Also where these tests run in the background of a shell, which has them ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("ends", ["well", "by an exporter that died", "by Ctrl-C"])
 def test_ctrl_c_while_threads_are_waited_for_leaves_none_behind(
     monkeypatch: pytest.MonkeyPatch, numbered: Named, ends: str
@@ -417,7 +427,7 @@ def test_ctrl_c_while_threads_are_waited_for_leaves_none_behind(
             return
         raise KeyboardInterrupt if ends == "by Ctrl-C" else RuntimeError("the exporter died")
 
-    with monkeypatch.context() as patched:
+    with monkeypatch.context() as patched, sigint_raises():
         patched.setattr(host_copies._Crew, "stop", stopping)
         with pytest.raises(KeyboardInterrupt):
             copies.export(export(), Slow(go))
