@@ -43,7 +43,8 @@ demo_runs.leave_on_signals()
 demo_runs.subprocess.DEVNULL = None  # what it starts may be heard
 with tempfile.TemporaryDirectory() as folder:
     print(folder, flush=True)
-    heard = "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # in a shell's background, too
+    # in a shell's background, too
+    heard = "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     tidy = "try: exec(sys.argv[1])\nexcept KeyboardInterrupt: print('tidy')"
     demo_runs._run_in_order([*SLEEPER[:-1], heard + tidy, SLEEPER[-1]])
 """
