@@ -1,6 +1,6 @@
 """Fetching a version through host memory: read, verified and copied to the GPU tensor by tensor, by several threads.
 
-    reader (one tensor per thread; a stream: one thread at a time, in order) --> verify --> copy beside --> HostCopy
+    reader (one tensor per thread; a stream: one thread at a time, in order) --> verify --> copy beside --> StagedCopy
 
 A CPU worker has one thread and neither locked pages nor copies beside.
 """
@@ -17,7 +17,7 @@ from areal_like.api.weights import Manifest, TensorEntry
 from areal_like.errors import WeightUpdateError
 from areal_like.inference.vllm_plugin.arena import SLICE_BYTES, Arena
 from areal_like.inference.vllm_plugin.device_memory import DeviceMemory
-from areal_like.inference.vllm_plugin.host_copy import Beside, HostCopy
+from areal_like.inference.vllm_plugin.staged_copy import Beside, StagedCopy
 from areal_like.weights.digest import tensor_digest
 from areal_like.weights.transports.base import WeightReader, make_reader
 
@@ -39,13 +39,13 @@ class HostStaging:
         self._memory, self._threads, self._held_back = memory, threads, held_back
         self._arena = Arena(memory, slice_bytes=slice_bytes) if memory is not None else None
 
-    def fetch(self, manifest: Manifest, over: Callable[[], bool]) -> HostCopy:
+    def fetch(self, manifest: Manifest, over: Callable[[], bool]) -> StagedCopy:
         """Every tensor, verified; fewer where it is ``over``, which is asked before each. Blocks.
 
         Raises:
             WeightUpdateError: one is damaged, or the source is gone. Nothing is kept then.
         """
-        copy = HostCopy()
+        copy = StagedCopy()
         try:
             with make_reader(manifest) as reader:
                 copy = self._opened(manifest, over)
@@ -70,26 +70,26 @@ class HostStaging:
         if self._arena is not None:
             self._arena.close()
 
-    def _opened(self, manifest: Manifest, over: Callable[[], bool]) -> HostCopy:
+    def _opened(self, manifest: Manifest, over: Callable[[], bool]) -> StagedCopy:
         if self._arena is None or self._memory is None or over():
-            return HostCopy()
+            return StagedCopy()
         lease = self._arena.lease(manifest.tensors, over)
         wanted = [entry for entry in manifest.tensors if entry.name not in self._held_back]
         try:
-            return HostCopy(lease, Beside(self._memory, wanted))
+            return StagedCopy(lease, Beside(self._memory, wanted))
         except BaseException:
             if lease is not None:
                 lease.release()
             raise
 
 
-def _apart(manifest: Manifest, copy: HostCopy) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+def _apart(manifest: Manifest, copy: StagedCopy) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
     """Each tensor's place, to be read into. Large ones first: then threads end together."""
     for entry in sorted(manifest.tensors, key=lambda entry: -entry.nbytes):
         yield entry, copy.target(entry)
 
 
-def _in_order(reader: WeightReader, manifest: Manifest, copy: HostCopy) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+def _in_order(reader: WeightReader, manifest: Manifest, copy: StagedCopy) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
     """Each tensor, read already."""
     for entry in manifest.tensors:
         target = copy.target(entry)

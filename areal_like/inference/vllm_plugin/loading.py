@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from areal_like.errors import WeightUpdateError
-from areal_like.inference.vllm_plugin.host_copy import HostCopy
 from areal_like.inference.vllm_plugin.parts import Parts
 from areal_like.inference.vllm_plugin.placement import Placement
 from areal_like.inference.vllm_plugin.recorder import first_difference
+from areal_like.inference.vllm_plugin.staged_copy import StagedCopy
 
 #: parameters up to this size are read back after loading: norms and biases, some in every layer
 COMPARED_BYTES = 2**20
@@ -20,7 +20,7 @@ COMPARED_BYTES = 2**20
 
 def load_copy(
     model: Any,
-    copy: HostCopy,
+    copy: StagedCopy,
     *,
     held_back: frozenset[str],
     reloading: AbstractContextManager[None],
@@ -75,7 +75,7 @@ def check_arrived(
         raise WeightUpdateError(f"tensor {odd!r} was loaded, and the model's parameter differs from it")
 
 
-def _fill(placement: Placement, copy: HostCopy, held_back: frozenset[str]) -> set[str] | None:
+def _fill(placement: Placement, copy: StagedCopy, held_back: frozenset[str]) -> set[str] | None:
     """What lies on the device first, and then what has to come over the bus; nothing is waited for."""
     there: dict[str, torch.Tensor] = {}
     here: dict[str, torch.Tensor] = {}

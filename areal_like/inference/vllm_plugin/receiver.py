@@ -21,8 +21,8 @@ import torch
 from areal_like.api.weights import Manifest
 from areal_like.errors import ArealLikeError, StaleCommand, WeightUpdateError
 from areal_like.inference.vllm_plugin.delivery import Delivery
-from areal_like.inference.vllm_plugin.host_copy import HostCopy
 from areal_like.inference.vllm_plugin.host_staging import HostStaging
+from areal_like.inference.vllm_plugin.staged_copy import StagedCopy
 from areal_like.weights.checkpoint import Expected
 from areal_like.weights.manifest import check_manifest
 from areal_like.weights.transports.base import stays_on_gpus
@@ -36,7 +36,7 @@ class Staged:
 
     manifest: Manifest
     seconds: float
-    copy: HostCopy = field(default_factory=HostCopy)
+    copy: StagedCopy = field(default_factory=StagedCopy)
     delivery: Delivery | None = None
 
     @property
@@ -155,7 +155,7 @@ class Receiver:
 
     def _fetch(self, manifest: Manifest, number: int, delivery: Delivery | None) -> None:
         started = time.perf_counter()
-        copy = HostCopy()
+        copy = StagedCopy()
         error = ""
         try:
             if self._device is not None and self._device.type == "cuda":

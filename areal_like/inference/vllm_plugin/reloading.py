@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from areal_like.api.weights import Manifest, TensorEntry
-from areal_like.inference.vllm_plugin.host_copy import HostCopy
 from areal_like.inference.vllm_plugin.parts import Parts
 from areal_like.inference.vllm_plugin.placement import NotPlaceable, Placement, trace
+from areal_like.inference.vllm_plugin.staged_copy import StagedCopy
 from areal_like.weights.device_digest import DeviceDigests
 
 _LOG = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class InPlace:
             found = placement.digests(digests)
             self._judge(next((entry.name for entry in entries if found[entry.name] != entry.digest), ""))
 
-    def prove_by(self, manifest: Manifest, held_back: frozenset[str], copy: HostCopy) -> None:
+    def prove_by(self, manifest: Manifest, held_back: frozenset[str], copy: StagedCopy) -> None:
         """As :meth:`prove`, with the tensors themselves: those that the model has just loaded, verified before."""
         placement = self._unproved([entry for entry in manifest.tensors if entry.name not in held_back])
         if placement is None:

@@ -20,9 +20,9 @@ from areal_like.api.weights import Manifest, TensorEntry, TransportKind
 from areal_like.errors import WeightUpdateError
 from areal_like.inference.vllm_plugin import host_staging
 from areal_like.inference.vllm_plugin.arena import lay_out
-from areal_like.inference.vllm_plugin.host_copy import HostCopy
 from areal_like.inference.vllm_plugin.host_staging import HostStaging
 from areal_like.inference.vllm_plugin.receiver import Receiver, Staged
+from areal_like.inference.vllm_plugin.staged_copy import StagedCopy
 from areal_like.weights.checkpoint import Expected
 from areal_like.weights.segments import remove_segments
 from areal_like.weights.transports.base import WeightWriter, make_reader, make_writer
@@ -274,14 +274,14 @@ def test_memory_of_a_staging_that_failed_goes_with_it(
 ) -> None:
     """At once, and not when somebody looks for what leads back to itself: a few objects may hold many bytes."""
     targets: list[weakref.ref[torch.Tensor]] = []
-    add, target = HostCopy.add, HostCopy.target
+    add, target = StagedCopy.add, StagedCopy.target
 
-    def told(copy: HostCopy, entry: TensorEntry) -> torch.Tensor:
+    def told(copy: StagedCopy, entry: TensorEntry) -> torch.Tensor:
         made = target(copy, entry)
         targets.append(weakref.ref(made))
         return made
 
-    def breaks(copy: HostCopy, entry: TensorEntry, verified: torch.Tensor) -> None:
+    def breaks(copy: StagedCopy, entry: TensorEntry, verified: torch.Tensor) -> None:
         add(copy, entry, verified)
         if entry.name == "embed" and fails == "copy":
             raise RuntimeError("failed")
@@ -292,8 +292,8 @@ def test_memory_of_a_staging_that_failed_goes_with_it(
         if entry.name == "embed" and fails == "read":
             raise RuntimeError("failed")
 
-    monkeypatch.setattr(HostCopy, "target", told)
-    monkeypatch.setattr(HostCopy, "add", breaks)
+    monkeypatch.setattr(StagedCopy, "target", told)
+    monkeypatch.setattr(StagedCopy, "add", breaks)
     watch(monkeypatch, after=damage)
     manifest = open_writer().write(1, 0, weights(1).items())
     staging = HostStaging(None if room is None else HostMemory(room), threads=threads, slice_bytes=PAGE)

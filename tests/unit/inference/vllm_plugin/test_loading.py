@@ -13,11 +13,11 @@ from areal_like.errors import WeightUpdateError
 from areal_like.inference.vllm_plugin import placement as placements
 from areal_like.inference.vllm_plugin import reloading
 from areal_like.inference.vllm_plugin.arena import Arena
-from areal_like.inference.vllm_plugin.host_copy import Beside, HostCopy
 from areal_like.inference.vllm_plugin.loading import load_copy
 from areal_like.inference.vllm_plugin.parts import Parts
 from areal_like.inference.vllm_plugin.placement import NotPlaceable, Placement, trace
 from areal_like.inference.vllm_plugin.reloading import InPlace
+from areal_like.inference.vllm_plugin.staged_copy import Beside, StagedCopy
 from areal_like.weights.digest import tensor_entry
 from areal_like.weights.manifest import make_manifest
 from tests.unit.inference.vllm_plugin.host_memory import HostMemory
@@ -49,14 +49,14 @@ def manifest(weights: dict[str, torch.Tensor]) -> Manifest:
     return make_manifest(1, 0, TransportKind.SHM, "segment", entries(weights))
 
 
-def staged(weights: dict[str, torch.Tensor], memory: HostMemory | None = None) -> HostCopy:
+def staged(weights: dict[str, torch.Tensor], memory: HostMemory | None = None) -> StagedCopy:
     """As ``HostStaging`` fills it."""
     listed = entries(weights)
     if memory is None:
-        copy = HostCopy()
+        copy = StagedCopy()
     else:
         lease = Arena(memory, slice_bytes=PAGE).lease(listed, lambda: False)
-        copy = HostCopy(lease, Beside(memory, listed))
+        copy = StagedCopy(lease, Beside(memory, listed))
     for entry in listed:
         target = copy.target(entry)
         target.copy_(weights[entry.name])
@@ -72,7 +72,7 @@ def layer_by_layer(steps: list[str]) -> Iterator[None]:
     steps.append("finalize")
 
 
-def load(model: torch.nn.Module, copy: HostCopy, placement: Placement | None = None) -> list[str]:
+def load(model: torch.nn.Module, copy: StagedCopy, placement: Placement | None = None) -> list[str]:
     steps: list[str] = []
     load_copy(
         model, copy, held_back=HEAD, reloading=layer_by_layer(steps), wait=lambda: steps.append("wait"), parts=Parts(),
@@ -150,7 +150,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> InPlace:
     return InPlace(Wide(), None)
 
 
-def loaded(ours: InPlace, copy: HostCopy) -> bool:
+def loaded(ours: InPlace, copy: StagedCopy) -> bool:
     """Load as vLLM does; is the next version loaded in place?"""
     sent = {name: tensor for name, tensor in copy.tensors.items() if name not in HEAD}
     load(ours._model, copy)

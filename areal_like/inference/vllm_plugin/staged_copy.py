@@ -18,7 +18,7 @@ _BLOCK_BYTES = 256 * 2**20
 _SHARE = 2
 
 
-class HostCopy:
+class StagedCopy:
     """Tensors by name, in the manifest's order once it is whole. Whoever has it releases it."""
 
     def __init__(self, lease: Lease | None = None, beside: Beside | None = None) -> None:
