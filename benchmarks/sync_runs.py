@@ -30,7 +30,7 @@ from areal_like.client.health import HealthPolicy
 from areal_like.client.pool import ServerPool
 from areal_like.inference.backends import get_backend
 from areal_like.inference.backends.base import LinkSettings
-from areal_like.inference.backends.vllm_dialect import CompletionsDialect
+from areal_like.inference.backends.vllm_dialect import CutDialect
 from areal_like.weights.channel import WeightChannel
 from areal_like.weights.segments import remove_segments
 from areal_like.weights.transports.base import WeightWriter, make_writer
@@ -79,7 +79,7 @@ class Watched:
         return await self._control.commit(**how)
 
 
-class _AnyVersion(CompletionsDialect):
+class _AnyVersion(CutDialect):
     """vLLM before 0.32 does not tell which version wrote a token. Here the answers' lengths count, not that."""
 
     def read(self, body: GenerateBody, content: bytes) -> Segment:
@@ -107,7 +107,7 @@ class Line:
         link = backend.connect(server.name, server.url, LinkSettings(token=TOKEN, version=found, transport=self.kind))
         watched = self.watched[server.name] = Watched(link.control)
         dialect = link.dialect
-        if isinstance(dialect, CompletionsDialect):
+        if isinstance(dialect, CutDialect):
             dialect = _AnyVersion(dialect._epoch)
         await self.pool.add(server.name, server.url, watched, dialect)
 

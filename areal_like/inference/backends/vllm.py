@@ -26,7 +26,7 @@ from areal_like.inference.backends.base import (
 from areal_like.inference.backends.epoch import ServerEpoch
 from areal_like.inference.backends.http_control import running_version
 from areal_like.inference.backends.vllm_control import VllmControl
-from areal_like.inference.backends.vllm_dialect import LEAST_TEMPERATURE, MODEL_NAME, CompletionsDialect, VllmDialect
+from areal_like.inference.backends.vllm_dialect import LEAST_TEMPERATURE, MODEL_NAME, CutDialect, VllmDialect
 from areal_like.inference.backends.vllm_memory import NEEDS as MEMORY_NEEDS
 from areal_like.inference.spec import EngineSpec
 
@@ -92,7 +92,7 @@ class VllmBackend:
         epoch = ServerEpoch()
         spans = version_tuple(settings.version) >= SPANS_SINCE
         control = VllmControl(name, url, epoch, token=settings.token, spans=spans)
-        return ServerLink(control=control, dialect=VllmDialect(epoch) if spans else CompletionsDialect(epoch))
+        return ServerLink(control=control, dialect=VllmDialect(epoch) if spans else CutDialect(epoch))
 
     def command(self, spec: EngineSpec, *, token: str) -> EngineCommand:
         on_cpu = spec.devices == ("cpu",)
@@ -105,9 +105,8 @@ class VllmBackend:
             "max_model_len": spec.context_length,
             "tensor_parallel_size": spec.tensor,
             "pipeline_parallel_size": spec.pipeline,
-            "middleware": f"{_PLUGIN}.access.BearerToken",
+            "middleware": f"{_PLUGIN}.front_door.FrontDoor",
             "disable_uvicorn_access_log": True,
-            "enable_scale_out": True if version_tuple(spec.version) >= SPANS_SINCE else None,
             **(_CPU_DEFAULTS if on_cpu else {}),
             **_FIXED,
         }

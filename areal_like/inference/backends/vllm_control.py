@@ -24,11 +24,11 @@ from typing import Any, NoReturn, TypeVar
 from areal_like.api.weights import CommitReceipt, InterruptMode, Manifest
 from areal_like.api.wire import DigestAnswer, HealthAnswer, PauseAnswer, StageAnswer
 from areal_like.client.memory import MemoryPart
-from areal_like.errors import ArealLikeError, ServerUnavailable, StaleCommand, WeightUpdateError
+from areal_like.errors import ArealLikeError, RequestError, ServerUnavailable, StaleCommand, WeightUpdateError
 from areal_like.inference.backends.epoch import ServerEpoch
 from areal_like.inference.backends.http_control import EngineHttp
 from areal_like.inference.backends.labels import version_label
-from areal_like.inference.backends.vllm_dialect import completion_id, internal_id
+from areal_like.inference.backends.vllm_dialect import GENERATE
 from areal_like.inference.backends.vllm_memory import VllmMemory
 from areal_like.inference.backends.vllm_workers import VllmWorkers, WorkerStatus
 
@@ -66,6 +66,7 @@ class VllmControl:
         self._pauses = _PAUSES if spans else _CUTTING
         self._newest_incarnation = -1
         self._as_started = False
+        self._has_route = False
         self._context_length = 0
 
     async def health(self, *, timeout: float) -> HealthAnswer:
@@ -74,6 +75,7 @@ class VllmControl:
         await self._http.text("GET", "/health", timeout=timeout)
         status = await self._workers.status(timeout=max(deadline - time.monotonic(), 0.1))
         self._check_flags(status)
+        await self._check_route(timeout=max(deadline - time.monotonic(), 0.1))
         load = await self._load(timeout=max(deadline - time.monotonic(), 0.1))
         paused = await self._http.get("/is_paused", timeout=max(deadline - time.monotonic(), 0.1))
         first = self._as_started and status.version < 0
@@ -165,9 +167,7 @@ class VllmControl:
 
     async def abort(self, rids: Sequence[str], *, timeout: float) -> int:
         """vLLM counts the ids that it was given; those that had ended are among them."""
-        inside = internal_id if self._spans else completion_id
-        ids = [inside(rid) for rid in rids]
-        answer = await self._http.post("/abort_requests", {"request_ids": ids}, timeout=timeout)
+        answer = await self._http.post("/abort_requests", {"request_ids": list(rids)}, timeout=timeout)
         return int((answer or {}).get("aborted", 0))
 
     async def release_memory(self, *, incarnation: int, keep_weights: bool, timeout: float) -> None:
@@ -332,6 +332,18 @@ class VllmControl:
                 "temperature and top-p; start it with processed_logprobs"
             )
         self._epoch.seeds = status.seeds
+
+    async def _check_route(self, *, timeout: float) -> None:
+        """Once: requests go to a path that our middleware answers."""
+        if self._has_route:
+            return
+        try:
+            await self._http.get(GENERATE, timeout=timeout)
+        except RequestError as error:
+            raise ServerUnavailable(
+                f"{error}; start it with the --middleware that `areal-like plan` shows, of this version"
+            ) from error
+        self._has_route = True
 
     def _refuse_older(self, incarnation: int) -> None:
         if incarnation < self._newest_incarnation:

@@ -1,11 +1,11 @@
-"""Token in, token out with vLLM: ``/inference/v1/generate`` from 0.32 on, ``/v1/completions`` before.
+"""Token ids in, token ids out with vLLM, through our own path in its API server (``vllm_plugin/token_route.py``).
 
 What vLLM would do silently, and what is done about it here (facts measured on 0.32):
 
-* it ignores fields that it does not know: every field sent is one it has;
+* it ignores fields that it does not know: our path refuses them;
 * it fills the context where ``max_tokens`` is missing: it is always sent, and never beyond the context (the client's);
 * it clamps temperatures below 0.01 up: refused;
-* it writes -9999 for a log-prob that is no number: refused as malformed, never trained.
+* a log-prob may be no number: refused as malformed, never trained.
 """
 
 from __future__ import annotations
@@ -27,41 +27,28 @@ from areal_like.inference.backends.labels import parse_label
 MODEL_NAME = "policy"
 #: vLLM samples with this temperature where a lower one is asked for
 LEAST_TEMPERATURE = 0.01
-#: what vLLM writes for minus infinity and for "not a number"
-_NO_LOGPROB = -9999.0
+#: ours, in a server that was started with our ``--middleware``
+GENERATE = "/areal_like/generate"
 #: seeds are signed 64-bit numbers in vLLM
 _SEED_MASK = 2**63 - 1
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}
 
 
-class _Answer(BaseModel):
+class _Span(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-
-class _Logprob(_Answer):
-    token_id: int
-    logprob: float
-
-
-class _Logprobs(_Answer):
-    content: list[_Logprob] | None = None
-
-
-class _Span(_Answer):
     version: str
     start: int
     end: int
 
 
-class _Choice(_Answer):
+class _Answer(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
     token_ids: list[int]
-    logprobs: _Logprobs | None = None
+    logprobs: list[float | None]
     finish_reason: str | None = None
     weight_versions: list[_Span] | None = None
-
-
-class _GenerateAnswer(_Answer):
-    choices: list[_Choice]
 
 
 class VllmDialect:
@@ -74,44 +61,17 @@ class VllmDialect:
         return ""
 
     def generate(self, body: GenerateBody) -> HttpCall:
-        content = {
-            "request_id": body.rid,
-            "token_ids": body.input_ids,
-            "sampling_params": sampling_params(body.sampling, seeds=self._epoch.seeds),
-            "cache_salt": self._epoch.salt(body.rid),
-            "stream": False,
-        }
-        return HttpCall(path="/inference/v1/generate", content=_json(content))
+        return _call(body, self._epoch)
 
     def read(self, body: GenerateBody, content: bytes) -> Segment:
-        choice = _only_choice(_GenerateAnswer, content)
-        tokens = choice.token_ids
-        found = [] if choice.logprobs is None else choice.logprobs.content or []
-        if [entry.token_id for entry in found] != tokens:
-            raise ServerUnavailable(f"{len(tokens)} tokens came with the log-probs of {len(found)} others")
-        spans = [_span(span) for span in choice.weight_versions or ()]
-        return _segment(tokens, [entry.logprob for entry in found], spans, choice.finish_reason)
+        answer = _answer(content)
+        return _segment(answer, [_span(span) for span in answer.weight_versions or ()])
 
     def abort(self, rid: str) -> HttpCall:
-        """Under the id it has inside: the bare one answers 200 and ends nothing."""
-        return HttpCall(path="/abort_requests", content=_json({"request_ids": [internal_id(rid)]}))
+        return _abort(rid)
 
 
-class _CompletionLogprobs(_Answer):
-    token_logprobs: list[float | None]
-
-
-class _CompletionChoice(_Answer):
-    token_ids: list[int] | None = None
-    logprobs: _CompletionLogprobs | None = None
-    finish_reason: str | None = None
-
-
-class _CompletionAnswer(_Answer):
-    choices: list[_CompletionChoice]
-
-
-class CompletionsDialect:
+class CutDialect:
     """vLLM 0.26 to 0.31: no spans, so an answer must lie between two updates; updates abort what runs.
 
     An answer that was not aborted although an update passed could be of either version: it is refused and written
@@ -129,33 +89,20 @@ class CompletionsDialect:
             raise ServerBusy(closed)
         self._epoch.posted[body.rid] = (self._epoch.commits, self._epoch.version)
         self._forget()
-        content = {
-            **sampling_params(body.sampling, seeds=self._epoch.seeds),
-            "model": MODEL_NAME,
-            "request_id": body.rid,
-            "prompt": body.input_ids,
-            "return_token_ids": True,
-            "cache_salt": self._epoch.salt(body.rid),
-            "stream": False,
-        }
-        return HttpCall(path="/v1/completions", content=_json(content))
+        return _call(body, self._epoch)
 
     def read(self, body: GenerateBody, content: bytes) -> Segment:
         posted = self._epoch.posted.pop(body.rid, None)
-        choice = _only_choice(_CompletionAnswer, content)
-        cut = choice.finish_reason == "abort"
+        answer = _answer(content)
+        cut = answer.finish_reason == "abort"
         if posted is None or not self._epoch.unchanged_since(posted[0], cut=cut):
             raise ServerUnavailable("an update passed while it answered: nobody can tell which version wrote it")
-        version = posted[1]
-        tokens = choice.token_ids or []
-        given = [] if choice.logprobs is None else choice.logprobs.token_logprobs
-        logprobs = [_NO_LOGPROB if value is None else value for value in given]
-        spans = [VersionSpan(version=version, start=0, end=len(tokens))] if tokens else []
-        return _segment(tokens, logprobs, spans, choice.finish_reason)
+        n = len(answer.token_ids)
+        return _segment(answer, [VersionSpan(version=posted[1], start=0, end=n)] if n else [])
 
     def abort(self, rid: str) -> HttpCall:
         self._epoch.posted.pop(rid, None)
-        return HttpCall(path="/abort_requests", content=_json({"request_ids": [completion_id(rid)]}))
+        return _abort(rid)
 
     def _forget(self) -> None:
         """Requests that failed leave their note behind; the oldest go first."""
@@ -165,16 +112,6 @@ class CompletionsDialect:
 
 #: requests in flight at one server that are remembered; far above what one serves
 _MOST_POSTED = 65_536
-
-
-def internal_id(rid: str) -> str:
-    """What ``/inference/v1/generate`` calls a request inside the engine."""
-    return f"generate-tokens-{rid}"
-
-
-def completion_id(rid: str) -> str:
-    """What ``/v1/completions`` calls the only prompt of a request inside the engine."""
-    return f"cmpl-{rid}-0"
 
 
 def sampling_params(sampling: SamplingBody, *, seeds: bool) -> dict[str, Any]:
@@ -190,7 +127,6 @@ def sampling_params(sampling: SamplingBody, *, seeds: bool) -> dict[str, Any]:
             f"at least {LEAST_TEMPERATURE}"
         )
     return {
-        "n": 1,
         "max_tokens": sampling.max_new_tokens,
         "min_tokens": sampling.min_new_tokens,
         "temperature": 0.0 if greedy else sampling.temperature,
@@ -204,19 +140,30 @@ def sampling_params(sampling: SamplingBody, *, seeds: bool) -> dict[str, Any]:
         "include_stop_str_in_output": True,
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
-        "logprobs": 0,
         "seed": sampling.seed & _SEED_MASK if seeds and sampling.seed is not None else None,
     }
 
 
-def _only_choice(kind: type[Any], content: bytes) -> Any:
+def _call(body: GenerateBody, epoch: ServerEpoch) -> HttpCall:
+    content = {
+        "request_id": body.rid,
+        "token_ids": body.input_ids,
+        "sampling_params": sampling_params(body.sampling, seeds=epoch.seeds),
+        "cache_salt": epoch.salt(body.rid),
+    }
+    return HttpCall(path=GENERATE, content=json.dumps(content, separators=(",", ":")).encode())
+
+
+def _abort(rid: str) -> HttpCall:
+    content = json.dumps({"request_ids": [rid]}, separators=(",", ":"))
+    return HttpCall(path="/abort_requests", content=content.encode())
+
+
+def _answer(content: bytes) -> _Answer:
     try:
-        answer = kind.model_validate_json(content)
+        return _Answer.model_validate_json(content)
     except ValidationError as error:
-        raise ServerUnavailable(f"the answer breaks vLLM's schema: {error}") from error
-    if len(answer.choices) != 1:
-        raise ServerUnavailable(f"asked for one answer, got {len(answer.choices)}")
-    return answer.choices[0]
+        raise ServerUnavailable(f"the answer breaks our schema: {error}") from error
 
 
 def _span(span: _Span) -> VersionSpan:
@@ -229,17 +176,14 @@ def _span(span: _Span) -> VersionSpan:
     return VersionSpan(version=label[1], start=span.start, end=span.end)
 
 
-def _segment(
-    tokens: list[int], logprobs: list[float], spans: Sequence[VersionSpan], finish_reason: str | None
-) -> Segment:
-    reason = _REASONS.get(finish_reason or "")
+def _segment(answer: _Answer, spans: Sequence[VersionSpan]) -> Segment:
+    reason = _REASONS.get(answer.finish_reason or "")
     if reason is None:
-        raise ServerUnavailable(f"it ended with {finish_reason!r}, which is no way for an answer to end")
-    if any(value <= _NO_LOGPROB for value in logprobs):
+        raise ServerUnavailable(f"it ended with {answer.finish_reason!r}, which is no way for an answer to end")
+    logprobs = [value for value in answer.logprobs if value is not None]
+    if len(logprobs) < len(answer.logprobs):
         raise ServerUnavailable("a log-prob is minus infinity or no number")
-    output = GenerateOutput(token_ids=tokens, logprobs=logprobs, spans=list(spans), stop_reason=reason)
+    if len(logprobs) != len(answer.token_ids):
+        raise ServerUnavailable(f"{len(answer.token_ids)} tokens came with {len(logprobs)} log-probs")
+    output = GenerateOutput(token_ids=answer.token_ids, logprobs=logprobs, spans=list(spans), stop_reason=reason)
     return Segment(output=output)
-
-
-def _json(content: dict[str, Any]) -> bytes:
-    return json.dumps(content, separators=(",", ":")).encode()

@@ -19,7 +19,7 @@ TOKEN_VARIABLE = "VLLM_API_KEY"
 
 
 class BearerToken:
-    """ASGI middleware for vLLM's ``--middleware``: pause, resume, updates and metrics ask for the token as well."""
+    """ASGI middleware: pause, resume, updates and metrics ask for the token as well."""
 
     def __init__(self, app: App) -> None:
         self._app = app

@@ -1,0 +1,202 @@
+"""Token ids in, token ids out, at a path of our own in vLLM's API server.
+
+What vLLM's own paths do for a token, one Python process does; with a small model or many requests that is what limits a
+server. The token is detokenised, decoded once more for its log-prob, held in objects of its own, and told by name. A
+trainer reads none of that. Here nothing is detokenised (unless stop strings need it), log-probs are kept in flat lists
+(vLLM's ``flat_logprobs``), an answer is put together when it has ended, and it is two lists of numbers:
+
+    POST /areal_like/generate {"request_id", "token_ids", "sampling_params", "cache_salt"}
+    -> {"token_ids": [int], "logprobs": [float or null], "finish_reason", "weight_versions": [{version, start, end}]}
+
+``weight_versions`` is null where this vLLM does not tell them, a log-prob that is no finite number is null. GET answers
+``{"protocol": 1}``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Self
+
+from areal_like.inference.vllm_plugin.access import App, Receive, Scope, Send
+
+PATH = "/areal_like/generate"
+PROTOCOL = 1
+
+
+class _Refused(Exception):
+    """``status``: of the answer."""
+
+    def __init__(self, status: HTTPStatus, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class _Gone(Exception):
+    """The client has closed its connection."""
+
+
+class TokenRoute:
+    """ASGI middleware. The engine is ``app.state.engine_client``, as for vLLM's own paths."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != PATH:
+            await self._app(scope, receive, send)
+            return
+        with suppress(_Gone):
+            try:
+                if scope["method"] == "GET":
+                    answer: Mapping[str, Any] = {"protocol": PROTOCOL}
+                elif scope["method"] == "POST":
+                    asked = _Asked.parse(await _body(receive))
+                    answer = await _unless_gone(receive, asked, scope["app"].state.engine_client)
+                else:
+                    raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, f"{scope['method']}: GET and POST are answered")
+                await _send(send, HTTPStatus.OK, answer)
+            except _Refused as refused:
+                error = {"type": refused.status.phrase, "message": str(refused)}
+                await _send(send, refused.status, {"error": error})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    request_id: str
+    token_ids: list[int]
+    sampling_params: Mapping[str, Any]
+    cache_salt: str | None
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        """Raises _Refused. Nothing that vLLM would not know is let through."""
+        try:
+            found = cls(**{"cache_salt": None, **json.loads(body)})
+        except (TypeError, ValueError) as error:
+            raise _Refused(HTTPStatus.BAD_REQUEST, f"the body is no request: {error}") from error
+        ids = found.token_ids
+        if not (isinstance(ids, list) and ids and all(type(token) is int and token >= 0 for token in ids)):
+            raise _Refused(HTTPStatus.BAD_REQUEST, "token_ids: must be a list of token ids, at least one")
+        if not isinstance(found.request_id, str) or not isinstance(found.sampling_params, dict):
+            raise _Refused(HTTPStatus.BAD_REQUEST, "request_id must be a text and sampling_params an object")
+        return found
+
+    def params(self, context_length: int) -> Any:
+        """vLLM's ``SamplingParams``. Raises _Refused: no such field or value, or more tokens than the context holds."""
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        given = self.sampling_params
+        ours = {
+            "n": 1,
+            "logprobs": 0,  # of the sampled token alone
+            "flat_logprobs": True,
+            "detokenize": bool(given.get("stop")),
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+        }
+        if unlike := sorted(name for name in ours if name in given and given[name] != ours[name]):
+            raise _Refused(HTTPStatus.BAD_REQUEST, f"sampling_params: {', '.join(unlike)} cannot be chosen here")
+        try:
+            params = SamplingParams(**{**given, **ours})
+        except (TypeError, ValueError) as error:
+            raise _Refused(HTTPStatus.BAD_REQUEST, f"sampling_params: {error}") from error
+        if params.max_tokens is None or len(self.token_ids) + params.max_tokens > context_length:
+            raise _Refused(
+                HTTPStatus.BAD_REQUEST,
+                f"max_tokens: {params.max_tokens} behind {len(self.token_ids)} tokens; the context is {context_length}",
+            )
+        return params
+
+
+async def _unless_gone(receive: Receive, asked: _Asked, engine: Any) -> Mapping[str, Any]:
+    """The answer; where the client goes first, vLLM gives the request up. Raises _Gone, _Refused."""
+    answer = asyncio.create_task(_answer(asked, engine))
+    gone = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise _Gone
+        return answer.result()
+    finally:
+        for task in (answer, gone):
+            task.cancel()
+        await asyncio.gather(answer, gone, return_exceptions=True)
+
+
+async def _answer(asked: _Asked, engine: Any) -> dict[str, Any]:
+    """Raises _Refused."""
+    from vllm.inputs.engine import tokens_input
+
+    params = asked.params(engine.model_config.max_model_len)
+    prompt = tokens_input(asked.token_ids, cache_salt=asked.cache_salt)
+    last = None
+    try:
+        async for output in engine.generate(prompt, params, asked.request_id):
+            last = output
+    except Exception as error:
+        raise _Refused(_status(error), f"{type(error).__name__}: {error}") from error
+    if last is None or len(last.outputs) != 1:
+        raise _Refused(HTTPStatus.INTERNAL_SERVER_ERROR, "the engine ended the request without an answer")
+    return _told(last.outputs[0])
+
+
+def _status(error: Exception) -> HTTPStatus:
+    """vLLM's own split: errors of the client, those that name a status, and all others."""
+    named = getattr(error, "http_status", None)
+    if isinstance(named, int):
+        return HTTPStatus(named)
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return HTTPStatus.BAD_REQUEST if kinds & _OF_THE_CLIENT else HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+#: by name, since a version has one of them or the other
+_OF_THE_CLIENT = {"ValueError", "VLLMClientError"}
+
+
+def _told(choice: Any) -> dict[str, Any]:
+    """Raises _Refused: the log-probs are not those of the tokens."""
+    tokens, found = list(choice.token_ids), choice.logprobs
+    # a position begins with the sampled token; others that were asked for beside it may follow
+    starts: Sequence[int] = found.start_indices if found is not None else ()
+    if [found.token_ids[i] for i in starts] != tokens:
+        raise _Refused(
+            HTTPStatus.INTERNAL_SERVER_ERROR, f"{len(tokens)} tokens with the log-probs of {len(starts)} others"
+        )
+    values = [found.logprobs[i] for i in starts]
+    spans = getattr(choice, "weight_versions", None)
+    return {
+        "token_ids": tokens,
+        "logprobs": [value if math.isfinite(value) else None for value in values],
+        "finish_reason": choice.finish_reason,
+        "weight_versions": spans
+        and [{"version": span.version, "start": span.start, "end": span.end} for span in spans],
+    }
+
+
+async def _body(receive: Receive) -> bytes:
+    """Raises _Gone."""
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise _Gone
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send(send: Send, status: HTTPStatus, answer: Mapping[str, Any]) -> None:
+    body = json.dumps(answer, separators=(",", ":"), allow_nan=False).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": int(status), "headers": headers})
+    await send({"type": "http.response.body", "body": body})
