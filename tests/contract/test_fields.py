@@ -7,14 +7,14 @@ import json
 from pathlib import Path
 
 import pytest
-from subjects import python_of
+from subjects import ROOT, python_of
 
 from areal_like.api.wire import GenerateBody, SamplingBody
 from areal_like.client.dialect import Dialect
 from areal_like.inference.backends.epoch import ServerEpoch
 from areal_like.inference.backends.sglang_dialect import SglangDialect
 from areal_like.inference.backends.sglang_server import ServerFacts, ServerState
-from areal_like.inference.backends.vllm_dialect import CompletionsDialect, VllmDialect
+from areal_like.inference.backends.vllm_dialect import CutDialect, VllmDialect
 from areal_like.weights.checkpoint import Expected
 
 pytestmark = pytest.mark.engines
@@ -24,8 +24,8 @@ EVERYTHING = SamplingBody(
     max_new_tokens=8, min_new_tokens=2, temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, frequency_penalty=0.5,
     stop=("x",), stop_token_ids=(3,), ignore_eos=True, seed=1,
 )  # fmt: skip
-VLLM_GENERATE = ("vllm/entrypoints/scale_out/token_in_token_out/protocol.py", "GenerateRequest")
-VLLM_COMPLETION = ("vllm/entrypoints/openai/completion/protocol.py", "CompletionRequest")
+#: our own path's: it is in this package, and in the engine's environment
+VLLM_GENERATE = (str(ROOT / "areal_like/inference/vllm_plugin/token_route.py"), "_Asked")
 VLLM_SAMPLING = ("vllm/sampling_params.py", "SamplingParams")
 VLLM_ALLOCATION = ("vllm/device_allocator/__init__.py", "AllocationData")
 SGLANG_GENERATE = ("sglang/srt/managers/io_struct.py", "GenerateReqInput")
@@ -41,7 +41,10 @@ def sglang() -> SglangDialect:
 
 
 def fields_of(engine: str, source: tuple[str, str]) -> set[str]:
-    """Annotated attributes of a class and, in the same file, of the classes it is made of; read, not imported."""
+    """Annotated attributes of a class and, in the same file, of the classes it is made of; read, not imported.
+
+    ``source``: a file in the engine's packages, or anywhere by its whole path.
+    """
     packages = next((python_of(engine).parent.parent / "lib").glob("python3*/site-packages"), Path("/nowhere"))
     if not (packages / source[0]).exists():
         pytest.skip(f"no {source[0]} in .venv-{engine}: make engines-{engine}")
@@ -64,7 +67,7 @@ def fields_of(engine: str, source: tuple[str, str]) -> set[str]:
     ("engine", "dialect", "request_class", "sampling_class"),
     [
         ("vllm", VllmDialect(ServerEpoch()), VLLM_GENERATE, VLLM_SAMPLING),
-        ("vllm", CompletionsDialect(ServerEpoch()), VLLM_COMPLETION, VLLM_COMPLETION),
+        ("vllm", CutDialect(ServerEpoch()), VLLM_GENERATE, VLLM_SAMPLING),
         ("sglang", sglang(), SGLANG_GENERATE, SGLANG_SAMPLING),
     ],
 )

@@ -174,6 +174,9 @@ async def test_an_answer_that_nobody_waits_for_is_given_up(line: Line) -> None:
 
 async def test_without_the_token_nothing_is_answered(line: Line) -> None:
     async with httpx.AsyncClient(base_url=line.server.url, trust_env=False, timeout=HUNG) as http:
-        for path in ("/generate", "/inference/v1/generate", "/pause", "/resume", "/update_weights", "/collective_rpc"):
-            assert (await http.post(path, json={})).status_code == 401
+        for path in (
+            "/generate", "/areal_like/generate", "/v1/completions", "/inference/v1/generate", "/pause", "/resume",
+            "/update_weights", "/collective_rpc",
+        ):  # fmt: skip
+            assert (await http.post(path, json={})).status_code == 401, path
     assert (await line.ask(PROMPT, max_new_tokens=1)).output_len == 1

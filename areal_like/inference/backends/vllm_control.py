@@ -28,7 +28,7 @@ from areal_like.errors import ArealLikeError, RequestError, ServerUnavailable, S
 from areal_like.inference.backends.epoch import ServerEpoch
 from areal_like.inference.backends.http_control import EngineHttp
 from areal_like.inference.backends.labels import version_label
-from areal_like.inference.backends.vllm_dialect import GENERATE
+from areal_like.inference.backends.vllm_dialect import GENERATE, PROTOCOL
 from areal_like.inference.backends.vllm_memory import VllmMemory
 from areal_like.inference.backends.vllm_workers import VllmWorkers, WorkerStatus
 
@@ -75,7 +75,7 @@ class VllmControl:
         await self._http.text("GET", "/health", timeout=timeout)
         status = await self._workers.status(timeout=max(deadline - time.monotonic(), 0.1))
         self._check_flags(status)
-        await self._check_route(timeout=max(deadline - time.monotonic(), 0.1))
+        await self._check_route(status, timeout=max(deadline - time.monotonic(), 0.1))
         load = await self._load(timeout=max(deadline - time.monotonic(), 0.1))
         paused = await self._http.get("/is_paused", timeout=max(deadline - time.monotonic(), 0.1))
         first = self._as_started and status.version < 0
@@ -333,16 +333,17 @@ class VllmControl:
             )
         self._epoch.seeds = status.seeds
 
-    async def _check_route(self, *, timeout: float) -> None:
-        """Once: requests go to a path that our middleware answers."""
-        if self._has_route:
+    async def _check_route(self, status: WorkerStatus, *, timeout: float) -> None:
+        """Requests go to a path that our middleware answers: asked once, and again of a server that begins anew."""
+        if self._has_route and status.version >= 0:
             return
+        advice = "start it with the --middleware that `areal-like plan` shows, of this version of areal_like"
         try:
-            await self._http.get(GENERATE, timeout=timeout)
+            found = await self._http.get(GENERATE, timeout=timeout)
         except RequestError as error:
-            raise ServerUnavailable(
-                f"{error}; start it with the --middleware that `areal-like plan` shows, of this version"
-            ) from error
+            raise ServerUnavailable(f"{error}; {advice}") from error
+        if not isinstance(found, dict) or found.get("protocol") != PROTOCOL:
+            raise ServerUnavailable(f"{self._name} {GENERATE}: wanted protocol {PROTOCOL}, got {found}; {advice}")
         self._has_route = True
 
     def _refuse_older(self, incarnation: int) -> None:

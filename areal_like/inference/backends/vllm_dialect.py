@@ -29,6 +29,8 @@ MODEL_NAME = "policy"
 LEAST_TEMPERATURE = 0.01
 #: ours, in a server that was started with our ``--middleware``
 GENERATE = "/areal_like/generate"
+#: of that path; a server that has another version of this package may speak another
+PROTOCOL = 1
 #: seeds are signed 64-bit numbers in vLLM
 _SEED_MASK = 2**63 - 1
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}

@@ -20,13 +20,17 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from http import HTTPStatus
 from typing import Any, Self
+
+from pydantic import TypeAdapter, ValidationError
 
 from areal_like.inference.vllm_plugin.access import App, Receive, Scope, Send
 
 PATH = "/areal_like/generate"
 PROTOCOL = 1
+_ALLOWED = ((b"allow", b"GET, POST"),)
 
 
 class _Refused(Exception):
@@ -48,7 +52,7 @@ class TokenRoute:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != PATH:
+        if scope["type"] != "http" or scope["path"].removeprefix(scope.get("root_path", "")) != PATH:
             await self._app(scope, receive, send)
             return
         with suppress(_Gone):
@@ -62,7 +66,7 @@ class TokenRoute:
                     raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, f"{scope['method']}: GET and POST are answered")
                 await _send(send, HTTPStatus.OK, answer)
             except _Refused as refused:
-                error = {"type": refused.status.phrase, "message": str(refused)}
+                error = {"type": refused.status.phrase, "message": str(refused), "code": int(refused.status)}
                 await _send(send, refused.status, {"error": error})
 
 
@@ -75,42 +79,85 @@ class _Asked:
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
-        """Raises _Refused. Nothing that vLLM would not know is let through."""
+        """Raises _Refused."""
         try:
             found = cls(**{"cache_salt": None, **json.loads(body)})
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise _Refused(HTTPStatus.BAD_REQUEST, f"the body is no request: {error}") from error
         ids = found.token_ids
         if not (isinstance(ids, list) and ids and all(type(token) is int and token >= 0 for token in ids)):
             raise _Refused(HTTPStatus.BAD_REQUEST, "token_ids: must be a list of token ids, at least one")
         if not isinstance(found.request_id, str) or not isinstance(found.sampling_params, dict):
             raise _Refused(HTTPStatus.BAD_REQUEST, "request_id must be a text and sampling_params an object")
+        if found.cache_salt is not None and not (isinstance(found.cache_salt, str) and found.cache_salt):
+            raise _Refused(HTTPStatus.BAD_REQUEST, "cache_salt: must be a text that is not empty, or null")
         return found
 
-    def params(self, context_length: int) -> Any:
-        """vLLM's ``SamplingParams``. Raises _Refused: no such field or value, or more tokens than the context holds."""
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
+    def params(self, context_length: int, vocabulary: int) -> Any:
+        """vLLM's ``SamplingParams``.
 
-        given = self.sampling_params
-        ours = {
-            "n": 1,
-            "logprobs": 0,  # of the sampled token alone
-            "flat_logprobs": True,
-            "detokenize": bool(given.get("stop")),
-            "output_kind": RequestOutputKind.FINAL_ONLY,
-        }
-        if unlike := sorted(name for name in ours if name in given and given[name] != ours[name]):
-            raise _Refused(HTTPStatus.BAD_REQUEST, f"sampling_params: {', '.join(unlike)} cannot be chosen here")
-        try:
-            params = SamplingParams(**{**given, **ours})
-        except (TypeError, ValueError) as error:
-            raise _Refused(HTTPStatus.BAD_REQUEST, f"sampling_params: {error}") from error
+        What vLLM would leave out, cut, or send on to an engine that ends of it, is refused.
+
+        Raises:
+            _Refused: no such field or value, more tokens than the context holds, or stop ids that do not exist.
+        """
+        params = _sampling_params(self.sampling_params)
         if params.max_tokens is None or len(self.token_ids) + params.max_tokens > context_length:
             raise _Refused(
                 HTTPStatus.BAD_REQUEST,
                 f"max_tokens: {params.max_tokens} behind {len(self.token_ids)} tokens; the context is {context_length}",
             )
+        if strange := [token for token in params.stop_token_ids or () if not 0 <= token < vocabulary]:
+            raise _Refused(HTTPStatus.BAD_REQUEST, f"stop_token_ids: {strange}: the vocabulary is {vocabulary}")
+        _check_encodes((self.request_id, self.cache_salt, params))
         return params
+
+
+def _sampling_params(given: Mapping[str, Any]) -> Any:
+    """Raises _Refused."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    ours = {
+        "n": 1,
+        "logprobs": 0,  # of the sampled token alone
+        "prompt_logprobs": None,
+        "flat_logprobs": True,
+        "detokenize": bool(given.get("stop")),
+        "output_kind": RequestOutputKind.FINAL_ONLY,
+        "skip_clone": True,  # nobody else has them
+    }
+    if unlike := sorted(name for name in ours if name in given and given[name] != ours[name]):
+        raise _Refused(HTTPStatus.BAD_REQUEST, f"sampling_params: {', '.join(unlike)} cannot be chosen here")
+    known = {name for name in SamplingParams.__annotations__ if not name.startswith("_")}
+    if unknown := sorted(given.keys() - known):
+        raise _Refused(HTTPStatus.BAD_REQUEST, f"sampling_params: this vLLM knows no {', '.join(unknown)}")
+    if "max_tokens" not in given:
+        raise _Refused(HTTPStatus.BAD_REQUEST, "sampling_params: max_tokens is missing")
+    try:
+        return _adapter(SamplingParams).validate_python({**given, **ours})
+    except ValidationError as error:
+        # either they are SamplingParams already, or what follows is wrong with them
+        wrong = [entry for entry in error.errors() if entry["type"] != "is_instance_of"]
+        told = "; ".join(f"{entry['loc'][-1]}: {entry['msg']}" for entry in wrong)
+        raise _Refused(HTTPStatus.BAD_REQUEST, f"sampling_params: {told}") from error
+    except Exception as error:  # vLLM's own kind since 0.32 is no ValueError
+        raise _Refused(_status(error), f"sampling_params: {error}") from error
+
+
+@cache
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    """What vLLM's own path checks types with: a wrong one would end the engine, where it is decoded."""
+    return TypeAdapter(kind)
+
+
+def _check_encodes(parts: object) -> None:
+    """Raises _Refused: what cannot travel to the engine, such as integers of more than 64 bits or half characters."""
+    import msgspec  # type: ignore[import-not-found]  # comes with vLLM
+
+    try:
+        msgspec.msgpack.encode(parts)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise _Refused(HTTPStatus.BAD_REQUEST, f"the engine cannot be sent this: {error}") from error
 
 
 async def _unless_gone(receive: Receive, asked: _Asked, engine: Any) -> Mapping[str, Any]:
@@ -132,17 +179,21 @@ async def _answer(asked: _Asked, engine: Any) -> dict[str, Any]:
     """Raises _Refused."""
     from vllm.inputs.engine import tokens_input
 
-    params = asked.params(engine.model_config.max_model_len)
+    params = asked.params(engine.model_config.max_model_len, engine.model_config.get_vocab_size())
     prompt = tokens_input(asked.token_ids, cache_salt=asked.cache_salt)
     last = None
     try:
         async for output in engine.generate(prompt, params, asked.request_id):
             last = output
-    except Exception as error:
-        raise _Refused(_status(error), f"{type(error).__name__}: {error}") from error
+    except Exception as error:  # vLLM wraps what it did not expect, without a word of its own
+        said = str(error) or repr(error.__cause__)
+        raise _Refused(_status(error), f"{type(error).__name__}: {said}") from error
     if last is None or len(last.outputs) != 1:
         raise _Refused(HTTPStatus.INTERNAL_SERVER_ERROR, "the engine ended the request without an answer")
-    return _told(last.outputs[0])
+    choice = last.outputs[0]
+    if choice.finish_reason == "error":
+        raise _Refused(HTTPStatus.INTERNAL_SERVER_ERROR, "the engine ended the request with an error")
+    return _told(choice)
 
 
 def _status(error: Exception) -> HTTPStatus:
@@ -197,6 +248,7 @@ async def _disconnected(receive: Receive) -> None:
 
 async def _send(send: Send, status: HTTPStatus, answer: Mapping[str, Any]) -> None:
     body = json.dumps(answer, separators=(",", ":"), allow_nan=False).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    allowed = _ALLOWED if status is HTTPStatus.METHOD_NOT_ALLOWED else ()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *allowed]
     await send({"type": "http.response.start", "status": int(status), "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -11,6 +11,7 @@ from areal_like.errors import ConfigError
 from areal_like.inference.backends.base import flag_arguments, require, version_tuple, visible_gpus
 from areal_like.inference.backends.vllm import VllmBackend
 from areal_like.inference.spec import EngineSpec
+from areal_like.inference.vllm_plugin.front_door import FrontDoor
 
 
 def spec(**changes: Any) -> EngineSpec:
@@ -28,7 +29,7 @@ def test_the_contracts_flags_are_always_there() -> None:
     assert given["--logprobs-mode"] == "processed_logprobs"
     assert given["--generation-config"] == "vllm"
     assert given["--weight-transfer-config"] == '{"backend":"areal_like"}'
-    assert "--enable-scale-out" in given
+    assert given["--middleware"] == f"{FrontDoor.__module__}.{FrontDoor.__qualname__}"
     assert "--no-enable-chunked-prefill" in given  # a seed would end the server
 
 

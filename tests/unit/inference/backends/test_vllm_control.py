@@ -16,7 +16,7 @@ from areal_like.api.weights import InterruptMode, Manifest, TensorEntry, Transpo
 from areal_like.errors import ServerUnavailable, StaleCommand, WeightUpdateError
 from areal_like.inference.backends.epoch import ServerEpoch
 from areal_like.inference.backends.vllm_control import VllmControl
-from areal_like.inference.backends.vllm_dialect import CompletionsDialect, VllmDialect
+from areal_like.inference.backends.vllm_dialect import GENERATE, PROTOCOL, CutDialect, VllmDialect
 from areal_like.weights.manifest import make_manifest
 
 KEEP, DRAIN = InterruptMode.KEEP, InterruptMode.DRAIN
@@ -37,6 +37,7 @@ def manifest(version: int, incarnation: int = 0) -> Manifest:
 class FakeVllm:
     """What one worker would say, every call that was made, and faults to be had.
 
+    ``route``: what our path answers to GET; None where vLLM was started without our middleware.
     ``looks``: answers until staging is over, the stage call's own among them. ``fail``: path, or method of the workers
     -> what happens to the worker before a 500. ``heard`` has every call, ``calls`` those that change something.
     """
@@ -61,6 +62,7 @@ class FakeVllm:
     aborted: list[str] = field(default_factory=list)
     heard: list[str] = field(default_factory=list)
     unheard_after: str = ""
+    route: dict[str, Any] | None = field(default_factory=lambda: {"protocol": PROTOCOL})
 
     async def answer(self, request: web.Request) -> web.Response:
         body = await request.json() if request.can_read_body else {}
@@ -110,8 +112,13 @@ class FakeVllm:
             "/is_paused": {"is_paused": self.paused},
             "/v1/models": {"data": [{"id": "policy", "max_model_len": 77}]},
             "/health": {},
+            GENERATE: self.route,
         }
-        return web.Response(text=METRICS) if path == "/metrics" else web.json_response(answers[path])
+        if path == "/metrics":
+            return web.Response(text=METRICS)
+        if path == GENERATE and self.route is None:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        return web.json_response(answers[path])
 
     async def _do(self, path: str, body: dict[str, Any]) -> None:
         if path.startswith("/pause"):
@@ -302,7 +309,7 @@ async def test_without_spans_a_drain_waits_for_no_answer_that_never_comes(vllm: 
         assert control._epoch.posted == {}
 
 
-@pytest.mark.parametrize(("spans", "dialect"), [(True, VllmDialect), (False, CompletionsDialect)])
+@pytest.mark.parametrize(("spans", "dialect"), [(True, VllmDialect), (False, CutDialect)])
 async def test_control_and_dialect_abort_by_the_same_id(vllm: FakeVllm, spans: bool, dialect: Any) -> None:
     """An unknown id is answered 200, and ends nothing."""
     async with connected(vllm, spans=spans) as control:
@@ -393,6 +400,38 @@ async def test_health_tells_what_the_workers_hold(control: VllmControl) -> None:
 async def test_a_server_whose_logprobs_ignore_the_temperature_is_refused(vllm: FakeVllm, control: VllmControl) -> None:
     vllm.status["logprobs_mode"] = "raw_logprobs"
     with pytest.raises(ServerUnavailable, match="start it with processed_logprobs"):
+        await control.health(timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("route", "said"),
+    [
+        (None, "404.*start it with the --middleware"),
+        ({"protocol": 0}, "wanted protocol 1.*start it with"),
+        ({}, "got {}"),
+    ],
+)
+async def test_a_server_without_our_path_is_refused(
+    vllm: FakeVllm, control: VllmControl, route: dict[str, Any] | None, said: str
+) -> None:
+    vllm.route = route
+    with pytest.raises(ServerUnavailable, match=said):
+        await control.health(timeout=5)
+    vllm.route = {"protocol": PROTOCOL}
+    assert (await control.health(timeout=5)).status == "ok"
+
+
+async def test_our_path_is_looked_for_once_and_again_when_a_server_begins_anew(
+    vllm: FakeVllm, control: VllmControl
+) -> None:
+    await control.stage(manifest(1), timeout=5)
+    await control.commit(version=1, incarnation=0, mode=KEEP, timeout=5)
+    for _ in range(3):
+        await control.health(timeout=5)
+    assert vllm.heard.count(GENERATE) == 1
+    vllm.route = None
+    vllm.status.update(version=-1, incarnation=-1)  # as one that was started at the same address
+    with pytest.raises(ServerUnavailable, match="404"):
         await control.health(timeout=5)
 
 

@@ -1,4 +1,4 @@
-"""What vLLM is asked, and what of its answers is believed. Answers as a real server of 0.32 wrote them."""
+"""What a vLLM server of ours is asked at our path (``test_token_route.py``), and what of its answers is believed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from areal_like.api.generation import StopReason
 from areal_like.api.wire import GenerateBody, SamplingBody, VersionSpan
 from areal_like.errors import RequestError, ServerBusy, ServerUnavailable
 from areal_like.inference.backends.epoch import ServerEpoch
-from areal_like.inference.backends.vllm_dialect import CompletionsDialect, VllmDialect
+from areal_like.inference.backends.vllm_dialect import GENERATE, CutDialect, VllmDialect
 
 
 def epoch_at(version: int) -> ServerEpoch:
@@ -25,27 +25,24 @@ def body(**sampling: Any) -> GenerateBody:
 
 
 def answer(**changes: Any) -> bytes:
-    choice = {
-        "index": 0,
+    whole = {
         "token_ids": [7, 8],
-        "logprobs": {"content": [{"token_id": 7, "logprob": -0.5}, {"token_id": 8, "logprob": -1.5}]},
+        "logprobs": [-0.5, -1.5],
         "finish_reason": "length",
         "weight_versions": [{"version": "i0.v3", "start": 0, "end": 1}, {"version": "i0.v4", "start": 1, "end": 2}],
         **changes,
     }
-    return json.dumps({"request_id": "generate-tokens-r.1", "choices": [choice]}).encode()
+    return json.dumps(whole).encode()
 
 
 def test_every_sampling_parameter_is_sent() -> None:
-    sent = json.loads(
-        VllmDialect(epoch_at(3)).generate(body(temperature=0.7, top_k=5, stop=("x",), seed=2**64 - 1)).content
-    )
+    call = VllmDialect(epoch_at(3)).generate(body(temperature=0.7, top_k=5, stop=("x",), seed=2**64 - 1))
+    sent = json.loads(call.content)
     params = sent["sampling_params"]
     assert (params["max_tokens"], params["temperature"], params["top_k"], params["stop"]) == (4, 0.7, 5, ["x"])
-    assert (params["top_p"], params["min_p"], params["logprobs"], params["n"]) == (1.0, 0.0, 0, 1)
-    assert params["repetition_penalty"] == 1.0
+    assert (params["top_p"], params["min_p"], params["repetition_penalty"]) == (1.0, 0.0, 1.0)
     assert 0 <= params["seed"] < 2**63
-    assert (sent["token_ids"], sent["request_id"]) == ([5, 6], "r.1")
+    assert (call.path, sent["token_ids"], sent["request_id"]) == (GENERATE, [5, 6], "r.1")
 
 
 def test_greedy_is_temperature_zero() -> None:
@@ -74,7 +71,7 @@ def test_tokens_logprobs_and_spans_come_back() -> None:
 def test_an_abort_in_the_queue_is_an_empty_segment() -> None:
     output = (
         VllmDialect(epoch_at(4))
-        .read(body(), answer(token_ids=[], logprobs=None, weight_versions=None, finish_reason="abort"))
+        .read(body(), answer(token_ids=[], logprobs=[], weight_versions=None, finish_reason="abort"))
         .output
     )
     assert (output.token_ids, output.spans, output.stop_reason) == ([], [], StopReason.ABORT)
@@ -84,10 +81,12 @@ def test_an_abort_in_the_queue_is_an_empty_segment() -> None:
     ("changes", "said"),
     [
         ({"weight_versions": [{"version": "default", "start": 0, "end": 2}]}, "labelled 'default'"),
-        ({"logprobs": {"content": [{"token_id": 7, "logprob": -0.5}]}}, "log-probs of 1 others"),
-        ({"logprobs": {"content": [{"token_id": 7, "logprob": -9999.0}, {"token_id": 8, "logprob": -1}]}}, "no number"),
+        ({"logprobs": [-0.5]}, "2 tokens came with 1 log-probs"),
+        ({"logprobs": [-0.5, None]}, "no number"),
+        ({"logprobs": None}, "breaks our schema"),
         ({"finish_reason": "error"}, "ended with 'error'"),
-        ({"token_ids": "none"}, "breaks vLLM's schema"),
+        ({"finish_reason": None}, "ended with None"),
+        ({"token_ids": "none"}, "breaks our schema"),
     ],
 )
 def test_an_answer_that_cannot_be_trusted_is_not_trained(changes: dict[str, Any], said: str) -> None:
@@ -95,11 +94,12 @@ def test_an_answer_that_cannot_be_trusted_is_not_trained(changes: dict[str, Any]
         VllmDialect(epoch_at(4)).read(body(), answer(**changes))
 
 
-def test_a_request_is_aborted_under_the_id_it_has_inside() -> None:
-    call = VllmDialect(epoch_at(0)).abort("r.1")
-    assert (call.path, json.loads(call.content)) == ("/abort_requests", {"request_ids": ["generate-tokens-r.1"]})
-    call = CompletionsDialect(epoch_at(0)).abort("r.1")
-    assert (call.path, json.loads(call.content)) == ("/abort_requests", {"request_ids": ["cmpl-r.1-0"]})
+@pytest.mark.parametrize("dialect", [VllmDialect, CutDialect])
+def test_a_request_is_aborted_under_the_id_it_was_asked_with(dialect: type[VllmDialect | CutDialect]) -> None:
+    made = dialect(epoch_at(0))
+    asked, aborted = made.generate(body()), made.abort("r.1")
+    assert aborted.path == "/abort_requests"
+    assert json.loads(aborted.content) == {"request_ids": [json.loads(asked.content)["request_id"]]}
 
 
 def test_no_salt_is_shared_across_an_update() -> None:
@@ -119,25 +119,24 @@ def test_no_salt_is_shared_across_an_update() -> None:
     assert not before & during and not during & after and not before & after
 
 
-def completion(finish_reason: str = "stop") -> bytes:
-    choice = {"token_ids": [7, 8], "logprobs": {"token_logprobs": [-0.5, -1.5]}, "finish_reason": finish_reason}
-    return json.dumps({"choices": [choice]}).encode()
+def unspanned(finish_reason: str = "stop") -> bytes:
+    return answer(finish_reason=finish_reason, weight_versions=None)
 
 
 def test_without_spans_an_answer_is_of_the_version_it_was_posted_under() -> None:
-    dialect = CompletionsDialect(epoch_at(3))
+    dialect = CutDialect(epoch_at(3))
     call = dialect.generate(body())
-    assert (call.path, json.loads(call.content)["prompt"]) == ("/v1/completions", [5, 6])
-    assert dialect.read(body(), completion()).output.spans == [VersionSpan(version=3, start=0, end=2)]
+    assert call == VllmDialect(epoch_at(3)).generate(body())
+    assert dialect.read(body(), unspanned()).output.spans == [VersionSpan(version=3, start=0, end=2)]
 
 
 def test_without_spans_an_answer_that_an_update_cut_is_of_the_version_before() -> None:
     epoch = epoch_at(3)
-    dialect = CompletionsDialect(epoch)
+    dialect = CutDialect(epoch)
     dialect.generate(body())
     epoch.begin()
     epoch.end(0, 4)
-    output = dialect.read(body(), completion("abort")).output
+    output = dialect.read(body(), unspanned("abort")).output
     assert (output.spans, output.stop_reason) == ([VersionSpan(version=3, start=0, end=2)], StopReason.ABORT)
 
 
@@ -145,37 +144,37 @@ def test_without_spans_an_answer_that_an_update_cut_is_of_the_version_before() -
 def test_without_spans_an_answer_that_came_through_an_update_unseen_is_not_guessed(finish_reason: str) -> None:
     """Posted just before one update and read by the server just after it, then cut by the next one."""
     epoch = epoch_at(3)
-    dialect = CompletionsDialect(epoch)
+    dialect = CutDialect(epoch)
     dialect.generate(body())
     for version in (4, 5):
         epoch.begin()
         epoch.load()
         epoch.end(0, version)
     with pytest.raises(ServerUnavailable, match="which version wrote it"):
-        dialect.read(body(), completion(finish_reason))
+        dialect.read(body(), unspanned(finish_reason))
 
 
 def test_without_spans_an_answer_that_nobody_asked_for_is_not_guessed() -> None:
     with pytest.raises(ServerUnavailable, match="which version wrote it"):
-        CompletionsDialect(epoch_at(3)).read(body(), completion("abort"))
+        CutDialect(epoch_at(3)).read(body(), unspanned("abort"))
 
 
 @pytest.mark.parametrize("withdrawn", [False, True])
 def test_without_spans_an_answer_that_comes_before_loading_is_of_the_version_before(withdrawn: bool) -> None:
     """A drain waits for it; an update that is given up before it loads has changed nothing."""
     epoch = epoch_at(3)
-    dialect = CompletionsDialect(epoch)
+    dialect = CutDialect(epoch)
     dialect.generate(body())
     epoch.begin()
     if withdrawn:
         epoch.withdraw()
-    assert dialect.read(body(), completion()).output.spans == [VersionSpan(version=3, start=0, end=2)]
+    assert dialect.read(body(), unspanned()).output.spans == [VersionSpan(version=3, start=0, end=2)]
 
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_without_spans_an_answer_across_an_update_is_not_guessed(ended: bool) -> None:
     epoch = epoch_at(3)
-    dialect = CompletionsDialect(epoch)
+    dialect = CutDialect(epoch)
     dialect.generate(body())
     assert not dialect.closed()
     epoch.begin()
@@ -187,4 +186,4 @@ def test_without_spans_an_answer_across_an_update_is_not_guessed(ended: bool) ->
         epoch.end(0, 4)
         assert not dialect.closed()
     with pytest.raises(ServerUnavailable, match="which version wrote it"):
-        dialect.read(body(), completion())
+        dialect.read(body(), unspanned())
