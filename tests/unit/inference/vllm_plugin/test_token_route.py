@@ -77,9 +77,11 @@ def engine() -> Engine:
 
 
 @pytest.fixture
-async def http(engine: Engine) -> AsyncIterator[httpx.AsyncClient]:
+async def http(engine: Engine, caplog: pytest.LogCaptureFixture) -> AsyncIterator[httpx.AsyncClient]:
+    """Whatever comes, the application ends as it should: uvicorn has nothing to say."""
     async with served(engine) as client:
         yield client
+    assert [record.getMessage() for record in caplog.get_records("call") if record.name == "uvicorn.error"] == []
 
 
 def body(**changes: Any) -> dict[str, Any]:
@@ -136,6 +138,10 @@ async def test_spans_of_versions_are_told_where_the_engine_tells_them(engine: En
     engine.outputs = [output(weight_versions=spans)]
     told = (await http.post(PATH, json=body())).json()["weight_versions"]
     assert told == [{"version": "i0.v3", "start": 0, "end": 1}, {"version": "i0.v4", "start": 1, "end": 2}]
+
+
+async def test_a_request_may_fill_the_context(http: httpx.AsyncClient) -> None:
+    assert (await http.post(PATH, json=body(token_ids=[5] * (CONTEXT - 4)))).status_code == 200
 
 
 async def test_only_the_last_output_counts(engine: Engine, http: httpx.AsyncClient) -> None:

@@ -1,6 +1,6 @@
 """The little of vLLM that our path asks for, where vLLM is not installed, and an engine that writes what it is told.
 
-``route_case.py`` asks the same of the real ones.
+``tests/contract/test_token_path.py`` asks the real ones.
 """
 
 from __future__ import annotations

@@ -16,15 +16,22 @@ from areal_like.inference.backends.vllm_dialect import GENERATE, MODEL_NAME
 if TYPE_CHECKING:
     from conftest import Line
 
-pytestmark = [pytest.mark.timeout(TEST), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(TEST), pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = [10, 200, 31, 77, 150, 42]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def line(open_line: Any, server: ServerProcess, subject: Subject) -> AsyncIterator[Line]:
+@pytest.fixture(scope="module")
+def parts(request: pytest.FixtureRequest, subject: Subject) -> tuple[Any, ServerProcess]:
+    """Skips before a server of another engine is started for nothing."""
     if subject.name != "vllm":
         pytest.skip("the path is in vLLM servers alone")
+    return request.getfixturevalue("open_line"), request.getfixturevalue("server")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def line(parts: tuple[Any, ServerProcess]) -> AsyncIterator[Line]:
+    open_line, server = parts
     async with open_line(server) as opened:
         yield opened
 
