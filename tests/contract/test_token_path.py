@@ -57,7 +57,7 @@ async def ours(http: httpx.AsyncClient, **sampling: Any) -> httpx.Response:
         {"temperature": 0.0, "min_tokens": 12, "stop_token_ids": list(range(40, 300))},
     ],
 )
-async def test_our_path_answers_as_vllms_own(http: httpx.AsyncClient, sampling: dict[str, Any]) -> None:
+async def test_our_path_answers_what_the_engines_own_answers(http: httpx.AsyncClient, sampling: dict[str, Any]) -> None:
     """Each alone in its batch, and without each other's prefix: the same tokens from the same arithmetic."""
     sampling = {"max_tokens": 24, **sampling}
     asked = {**sampling, "model": MODEL_NAME, "prompt": PROMPT, "logprobs": 0, "return_token_ids": True}
@@ -68,7 +68,7 @@ async def test_our_path_answers_as_vllms_own(http: httpx.AsyncClient, sampling: 
     assert found["finish_reason"] == theirs["finish_reason"]
 
 
-async def test_a_stop_string_ends_an_answer_where_vllms_own_ends(http: httpx.AsyncClient, tokenizer: Any) -> None:
+async def test_a_stop_string_ends_an_answer_where_it_ends_at_the_engines_own_path(http: httpx.AsyncClient, tokenizer: Any) -> None:
     free = (await ours(http, max_tokens=24, temperature=0.0)).json()["token_ids"]
     stop = next(text for text in map(tokenizer.decode, free[4:]) if text.strip() and "\ufffd" not in text)
     sampling = {"max_tokens": 24, "temperature": 0.0, "stop": [stop], "include_stop_str_in_output": True}
