@@ -147,29 +147,51 @@ def test_the_table_of_updates_through_the_host_is_the_file() -> None:
 
 
 def test_the_tables_of_two_gpus_are_the_file() -> None:
-    """Every run is shown; the ratios are those of its seconds."""
-    part = read(ROOT / "benchmarks" / "results" / "two_gpu_h200.json")["parts"]["b"]
-    runs = {
-        (host.split()[0], str(run["seed"]), name[4]): run
-        for host in ("quiet host", "busy host")
-        for name, run in part["found"][host].items()
-    }
-    before = {name: run for name, run in part["earlier"][0]["found"].items() if name.startswith("eta=")}
-    runs |= {("f8948f5, busy", "1", name[4]): run for name, run in before.items() if "failed" not in run}
+    """Every run is shown; the ratios are those of its seconds, rewards those of its last quarter; as the README's."""
+    found = read(ROOT / "benchmarks" / "results" / "two_gpu_h200.json")["parts"]["b"]["found"]
+    runs = {name.removeprefix("eta="): run for name, run in found.items() if name.startswith("eta=")}
+    assert all("failed" not in run and run["steps"] == found["steps"] for run in runs.values())
     table = page("## Synchronous against asynchronous on two GPUs")
-    assert len(table) == len(runs)
-    for host, seed, eta, steps, *cells in table:
-        run = runs[host, seed, eta]
-        names = ("seconds_per_step", "wait_seconds", "update_seconds")
-        assert steps == f"{run['steps']}{', then cut' if 'failed' in run else ''}"
+    assert [eta for eta, *_ in table] == list(runs)
+    for eta, *cells in table:
+        run = runs[eta]
         assert cells == [
-            *(f"{run[name]:.2f}" for name in names),
+            *(f"{run[name]:.2f}" for name in ("seconds_per_step", "wait_seconds", "update_seconds")),
             f"{run['publish_seconds']:.2f}, {run['pause_seconds']:.2f}",
             f"{run['generated_tokens_per_second']:,.0f}",
-            told(fmean(run["reward"][-4:])),
+            f"{sum(run['by_step']['step_seconds']):.0f}",
+            told(fmean(run["reward"][-15:])),
         ]
-    for host, seed, eta, later, whole, tokens, _ in page("| host | seed | η | steps 5 to 16 |"):
-        sync, run = (runs[host, seed, asked] for asked in ("0", eta))
+    beside = page("| η | times as fast")
+    assert [eta for eta, *_ in beside] == [eta for eta in runs if eta != "0"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for eta, steady, whole, tokens, reward in beside:
+        sync, run = runs["0"], runs[eta]
+        seconds = [sum(r["by_step"]["step_seconds"]) for r in (sync, run)]
+        ends = [r["reward"][-15:] for r in (sync, run)]
+        difference = fmean(ends[1]) - fmean(ends[0])
+        noise = math.sqrt(sum(stdev(end) ** 2 / 15 for end in ends))
+        assert steady == f"{sync['seconds_per_step'] / run['seconds_per_step']:.2f}"
+        assert whole == f"{seconds[0] / seconds[1]:.2f}"
+        assert tokens == f"{run['generated_tokens_per_second'] / sync['generated_tokens_per_second']:.2f}"
+        assert reward == f"{difference:.3f} ± {noise:.3f}".replace("0.", ".")
+        assert f"{difference:.2f} ± {noise:.2f}".replace("0.", ".") in readme
+    assert f"{beside[0][2]} / {beside[1][2]} times as fast, all steps counted" in readme
+
+
+def test_the_table_of_earlier_runs_on_two_gpus_is_the_file() -> None:
+    """Ratios of seconds of the steps that both made; none where a run told no seconds step by step."""
+    newer, older = read(ROOT / "benchmarks" / "results" / "two_gpu_h200.json")["parts"]["b"]["earlier"][:2]
+    runs = {
+        (newer["commit"], host.split()[0], str(run["seed"]), name[4]): run
+        for host in ("quiet host", "busy host")
+        for name, run in newer["found"][host].items()
+    }
+    runs |= {(older["commit"], "busy", "1", name[4]): r for name, r in older["found"].items() if name[:4] == "eta="}
+    table = page("| commit | host | seed | η |")
+    assert len(table) == 5
+    for commit, host, seed, eta, later, whole, tokens, _ in table:
+        sync, run = (runs[commit, host, seed, asked] for asked in ("0", eta))
         assert later == f"{sync['seconds_per_step'] / run['seconds_per_step']:.2f}"
         assert tokens == f"{run['generated_tokens_per_second'] / sync['generated_tokens_per_second']:.2f}"
         if "by_step" in run:
