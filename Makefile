@@ -73,7 +73,7 @@ models/smollm2/config.json: | $(STAMP)
 
 # The contract that every engine keeps, against real servers. One at a time: each has gigabytes.
 test-engines: engines smollm2
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m engines --durations=30 tests/contract tests/e2e
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m engines --durations=30 tests/unit tests/contract tests/e2e
 
 test-engines-vllm-0.26: engines-vllm-0.26 smollm2
 	OMP_NUM_THREADS=1 AREAL_LIKE_VLLM_PYTHON=.venv-vllm-0.26/bin/python $(BIN)/python -m pytest -q -m engines \
