@@ -68,7 +68,9 @@ async def test_our_path_answers_what_the_engines_own_answers(http: httpx.AsyncCl
     assert found["finish_reason"] == theirs["finish_reason"]
 
 
-async def test_a_stop_string_ends_an_answer_where_it_ends_at_the_engines_own_path(http: httpx.AsyncClient, tokenizer: Any) -> None:
+async def test_a_stop_string_ends_an_answer_where_the_engines_own_path_does(
+    http: httpx.AsyncClient, tokenizer: Any
+) -> None:
     free = (await ours(http, max_tokens=24, temperature=0.0)).json()["token_ids"]
     stop = next(text for text in map(tokenizer.decode, free[4:]) if text.strip() and "\ufffd" not in text)
     sampling = {"max_tokens": 24, "temperature": 0.0, "stop": [stop], "include_stop_str_in_output": True}
