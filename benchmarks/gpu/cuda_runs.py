@@ -22,6 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.demo_runs import leave_on_signals, run_demo, write_result
+from benchmarks.gpu.refusals import check_out
 
 #: name -> (GPUs needed, overrides)
 PLACEMENTS: Mapping[str, tuple[int, Sequence[str]]] = {
@@ -46,6 +47,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--out", type=Path, help="JSON file for the result; default: it is only printed")
     arguments = parser.parse_args()
+    check_out(parser, arguments.out)
     leave_on_signals()
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     rows: dict[str, Any] = {}

@@ -28,6 +28,7 @@ from benchmarks.gpu.live_runs import (
     served,
     vllm_flags,
 )
+from benchmarks.gpu.refusals import check_limits, check_model
 
 #: requests by how many are in flight
 FULL, QUICK = {1: 4, 32: 128, 256: 1024}, {1: 1, 4: 8}
@@ -72,7 +73,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a few short answers")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    check_limits(parser, given)
     check_machine(parser, given, given.parts, instead="--parts embedded")
+    check_model(parser, given.smollm2)
     limit_time(given.seconds + 30.0)
     report = Report(given.out, "embedded_decode_gpu", budget=given.seconds, device=given.device)
     with tempfile.TemporaryDirectory() as name:

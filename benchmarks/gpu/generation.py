@@ -45,6 +45,7 @@ from benchmarks.gpu.live_runs import (
     vllm_flags,
 )
 from benchmarks.gpu.load_client import Load
+from benchmarks.gpu.refusals import check_limits, check_model
 
 #: vLLM's own command without its dispatcher, once for each line of arguments that comes in
 _BENCH = """
@@ -207,7 +208,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    check_limits(parser, given)
     check_machine(parser, given, ["vllm"])
+    check_model(parser, given.smollm2)
     limit_time(given.seconds + 60.0)
     plan = QUICK if given.quick else FULL
     if given.concurrency and not given.quick:

@@ -42,6 +42,7 @@ from benchmarks.gpu.live_runs import (
     run_or_fall_back,
     vllm_flags,
 )
+from benchmarks.gpu.refusals import check_limits, check_model
 from benchmarks.gpu.run_figures import step_figures
 from benchmarks.gpu.spread import spread
 from workflows.additions import Task, write
@@ -341,7 +342,9 @@ def main() -> int:
     if given.plot is not None:
         print(said := plot(read_results([given.plot])[0], given.plot.with_suffix(".png")))
         return 1 if said == NOT_DRAWN else 0
+    check_limits(parser, given)
     check_machine(parser, given, [given.engine], instead="--engine embedded")
+    check_model(parser, given.smollm2)
     if given.quick:
         given.steps, given.batch, given.samples = 2, 4, 2
     if given.device == "cpu":

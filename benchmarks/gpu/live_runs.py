@@ -98,6 +98,11 @@ class Report:
         self.write()
 
     @property
+    def measured(self) -> int:
+        """Parts that have a reading."""
+        return self._measured
+
+    @property
     def status(self) -> int:
         """The benchmark's exit status: 1 if anything in it failed, or nothing was measured."""
         return 1 if _any_failed(self.found) or not self._measured else 0
@@ -150,17 +155,24 @@ def check_seeds(parser: argparse.ArgumentParser, given: argparse.Namespace) -> N
 
 
 def check_machine(
-    parser: argparse.ArgumentParser, given: argparse.Namespace, engines: Sequence[str], *, instead: str = ""
+    parser: argparse.ArgumentParser,
+    given: argparse.Namespace,
+    engines: Sequence[str],
+    *,
+    instead: str = "",
+    gpus: int = 1,
+    dry: str = "--quick --device cpu",
 ) -> None:
-    """There is a GPU where one is asked for, and vLLM where it is among ``engines``: asked before anything starts.
+    """There are ``gpus`` where they are asked for, and vLLM where it is among ``engines``: before anything starts.
 
-    ``instead``: the option with which vLLM is not needed.
+    ``instead``: the option with which vLLM is not needed; ``dry``: those with which no GPU is.
 
     Raises:
         SystemExit: otherwise, with one sentence.
     """
-    if given.device == "cuda" and not this_machine().gpus:
-        parser.error("--device cuda needs a GPU, and none is visible; --quick --device cpu runs on a CPU")
+    if given.device == "cuda" and (found := this_machine().gpus) < gpus:
+        needed = "a GPU" if gpus == 1 else f"{gpus} GPUs"
+        parser.error(f"it needs {needed}, and {found or 'none'} is visible; {dry} runs on a CPU")
     try:
         for engine in engines:
             engine_facts(given.device, given.python, engine=engine)

@@ -44,6 +44,8 @@ from logprob_memory import read_all  # noqa: E402
 from step_runs import run  # noqa: E402
 from step_shapes import SHAPES, Request  # noqa: E402
 
+from benchmarks.gpu.refusals import check_limits  # noqa: E402
+
 #: seconds that a child gets to end after its time is over; then it is killed
 GRACE = 60.0
 
@@ -292,6 +294,7 @@ def main() -> int:
         return 0
     if given.child:
         return child(given.child, given.seconds, given.only)
+    check_limits(parser, given)
     check(parser, given)
     if given.list:
         for shape in given.shapes:

@@ -32,6 +32,7 @@ from step_runs import Request, measure  # noqa: E402
 from step_shapes import SHAPES  # noqa: E402
 
 from areal_like.train.parallel import Parallel, process_group  # noqa: E402
+from benchmarks.gpu.refusals import check_limits  # noqa: E402
 
 #: rows of one rank: micro-batches of this many tokens
 TOKENS = {"tiny": 1024, "7b": 8192}
@@ -155,6 +156,7 @@ def main() -> int:
     if given.child:
         child(*given.ranks, given.child, given.shapes[0], given.seconds)
         return 0
+    check_limits(parser, given)
     leave_on_signals()
     found = measure_all(["tiny"] if given.quick else given.shapes, given.ranks, given.seconds, given.out)
     return 1 if any(reading["name"] == "failed" for reading in found["readings"]) else 0

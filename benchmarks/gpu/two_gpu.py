@@ -1,15 +1,17 @@
 """Two GPUs of one host: vLLM on the first, the trainer on the second, weights over NCCL between them.
 
-    python benchmarks/gpu/two_gpu.py [--parts a b c d] [--python ENGINE_PYTHON] [--seconds 540] [--out FILE]
+    python benchmarks/gpu/two_gpu.py --python .venv-vllm-gpu/bin/python [--parts a c d] [--seconds 540] [--out FILE]
+    python benchmarks/gpu/two_gpu.py --python .venv-vllm-gpu/bin/python --parts b --steps 60 --seconds 1300 [KEY=VALUE]
+    python benchmarks/gpu/two_gpu.py --quick --engine embedded                       # a dry run, on CPUs
 
 a  updates of SmolLM2's and of a 6B shape under 256 running requests, each checked: seconds exporting, staging, paused,
    bytes/s; beside a plain torch.distributed broadcast of the same bytes between two processes in the same run
-b  the same experiment synchronous and asynchronous (two_gpu_async.py)
+b  the same experiment synchronous and asynchronous (two_gpu_async.py), with models/smollm2 (``make smollm2``)
 c  the server killed in the middle of a broadcast, and the trainer (two_gpu_deaths.py)
 d  two FSDP2 ranks give what one gives (tests/gpu/test_two_ranks_cuda.py), and their MFU (train_step_ranks.py)
 
-Results are written after every part and reading. Without GPUs (``--quick``) parts a and c run on CPUs, over
-gloo; they need vLLM, or ``--engine embedded``.
+``--python`` is the interpreter of vLLM's environment. Results are written after every part and reading. Without GPUs
+there is ``--quick`` alone: parts a and c over gloo, b through shared memory, d with a tiny shape.
 """
 
 from __future__ import annotations
@@ -46,7 +48,6 @@ from update_readings import (  # noqa: E402
     Plan,
     add_options,
     bench_of,
-    check_engine,
     line_of,
     make_policy,
     serving,
@@ -54,6 +55,9 @@ from update_readings import (  # noqa: E402
 )
 
 from areal_like.api.weights import InterruptMode  # noqa: E402
+from benchmarks.gpu.live_runs import check_machine  # noqa: E402
+from benchmarks.gpu.refusals import check_folder, check_limits  # noqa: E402
+from benchmarks.gpu.two_gpu_async import add_runs, check_runs, measure  # noqa: E402
 
 #: the share of the time that is left which part b may take, and the seconds of part d's readings
 SHARE_B, SECONDS_D = 0.9, 120.0
@@ -70,13 +74,9 @@ def main() -> int:
     )
     parser.add_argument("--deaths-shape", default="6b", choices=sorted(PLANS), help="what is sent in part c")
     add_options(parser, seconds=540.0)
+    add_runs(parser.add_argument_group("of part b"))
     options = parser.parse_args()
-    if options.quick:
-        options.shapes, options.deaths_shape = ["tiny"], "tiny"
-    if torch.cuda.device_count() == 1:
-        parser.error("one GPU is not enough: NCCL wants one for each process; see weight_sync.py")
-    if {"a", "c"} & set(options.parts):
-        check_engine(parser, options)
+    check(parser, options)
     with bench_of("two_gpu", options, gpu=1) as bench:
         bench.found |= {"gpus": torch.cuda.device_count(), "torch": torch.__version__}
         for part in options.parts:
@@ -84,7 +84,42 @@ def main() -> int:
                 continue
             bench.found[part] = {}
             attempt(bench, f"part {part}", bench.found[part], lambda row, part=part: PARTS[part](bench, row))
-    return 1 if went_wrong(bench.found) else 0
+    return status_of(bench.found)
+
+
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Every part that is asked for can begin; ``--quick`` makes shapes tiny, and takes CPUs where there are no GPUs.
+
+    Raises:
+        SystemExit: otherwise, with one sentence.
+    """
+    check_limits(parser, options)
+    check_folder(parser, "--disk", options.disk)
+    if options.quick:
+        options.shapes, options.deaths_shape = ["tiny"], "tiny"
+    options.device = "cpu" if options.quick and not torch.cuda.device_count() else "cuda"
+    if torch.cuda.device_count() == 1:
+        parser.error("one GPU is not enough: NCCL wants one for each process; see weight_sync.py")
+    engines = [options.engine] if {"a", "b", "c"} & set(options.parts) else []
+    check_machine(parser, options, engines, instead="--engine embedded", gpus=2, dry="--quick")
+    if options.device == "cpu":
+        options.transport = "shm"
+    if "b" in options.parts:
+        check_runs(parser, options)
+    elif options.overrides or options.steps is not None or options.etas is not None:
+        parser.error("--steps, --etas and key=value are part b's, and --parts leaves it out")
+
+
+def status_of(found: dict[str, Any]) -> int:
+    """1 where something went wrong, or no part measured anything."""
+    return 1 if went_wrong(found) or not any(measured(found.get(part)) for part in PARTS) else 0
+
+
+def measured(row: Any) -> bool:
+    """Anything but reasons why not."""
+    if isinstance(row, dict):
+        return "not_run" not in row and any(map(measured, row.values()))
+    return row is not None
 
 
 def went_wrong(found: Any) -> bool:
@@ -163,13 +198,11 @@ def _of_raw(found: dict[str, Any], raw: dict[str, Any]) -> dict[str, float]:
 
 
 def part_b(bench: Bench, row: dict[str, Any]) -> None:
-    try:
-        from benchmarks.gpu.two_gpu_async import run_part
-    except ImportError as error:
-        row["not_run"] = f"no two_gpu_async.py: {error}"
-        return
     out = bench.folder / "async.json" if bench.options.out is None else bench.options.out.with_suffix(".async.json")
-    row |= run_part(out, quick=bench.options.quick, budget_seconds=SHARE_B * bench.left)
+    report = measure(bench.options, SHARE_B * bench.left, out)
+    row |= report.found
+    if not report.measured:
+        row["not_run"] = "no run had the time that it needs"
 
 
 def part_c(bench: Bench, row: dict[str, Any]) -> None:
@@ -192,11 +225,16 @@ def part_d(bench: Bench, row: dict[str, Any]) -> None:
     bench.say(f"two ranks against one: {tests.stdout.strip().splitlines()[-1:]}")
     bench.write()
     out = bench.folder / "train_step_ranks.json"
-    seconds = min(SECONDS_D, 0.8 * bench.left)
+    seconds = max(1.0, min(SECONDS_D, 0.8 * bench.left))
     words = ["--quick"] if bench.options.quick else ["--shapes", *bench.options.ranks_shapes]
     program = [sys.executable, str(BENCHMARKS / "gpu" / "train_step_ranks.py"), "--seconds", str(seconds)]
-    subprocess.run(bound([*program, *words, "--out", str(out)]), cwd=ROOT, timeout=bench.left + 60, check=False)
+    command = bound([*program, *words, "--out", str(out)])
+    ended = subprocess.run(command, cwd=ROOT, timeout=bench.left + 60, check=False)
     row["train_step"] = json.loads(out.read_text())
+    if not row["train_step"]["readings"] and "tests_passed" not in row:
+        row["not_run"] = "no reading had the time that it needs, and the tests were skipped"
+    if ended.returncode:
+        raise RuntimeError(f"train_step_ranks.py ended with {ended.returncode}; its readings say which")
 
 
 PARTS: dict[str, Callable[[Bench, dict[str, Any]], None]] = {"a": part_a, "b": part_b, "c": part_c, "d": part_d}

@@ -50,6 +50,7 @@ from update_readings import (  # noqa: E402
 
 from areal_like.api.weights import InterruptMode, TransportKind  # noqa: E402
 from areal_like.weights.device_digest import DeviceDigests, tried_kernel  # noqa: E402
+from benchmarks.gpu.refusals import check_folder, check_limits  # noqa: E402
 
 #: seconds that four updates through the host take for each byte: copied off the device, hashed, written, read, hashed
 #: again, and loaded
@@ -66,6 +67,8 @@ def main() -> int:
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     add_options(parser, seconds=420.0)
     options = parser.parse_args()
+    check_limits(parser, options)
+    check_folder(parser, "--disk", options.disk)
     check_engine(parser, options)
     rows: dict[str, Any] = {}
     with bench_of("gpu_weight_sync", options, gpu=0) as bench:

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import sys
+import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -15,9 +16,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
+from areal_like.config.load import load_config
 from benchmarks.demo_runs import ROOT
-from benchmarks.gpu import learning
-from benchmarks.gpu.live_runs import Report
+from benchmarks.gpu import learning, two_gpu_async
+from benchmarks.gpu.live_runs import TWO_GPUS, Experiment, Report
+from benchmarks.gpu.refusals import check_out
 
 FOLDER = ROOT / "benchmarks"
 #: trl_step.py imports a package that lives in an environment of its own
@@ -27,6 +30,30 @@ SCRIPTS = [
     if "__main__" in path.read_text() and path.name != "trl_step.py"
 ]
 HERE = Path(sys.executable)
+CPU, DRY, NO_MODEL = ["--device", "cpu"], ["--quick", "--engine", "embedded"], ["--smollm2", "no/such/model"]
+#: what two_gpu.py would begin on a CPU with shapes of gigabytes
+TWO_GPUS_NEEDED = [[], ["--engine", "embedded"], ["--parts", "d"], ["--parts", "b", "--engine", "embedded"]]
+#: of runs of an experiment, which would each be started twice and fail
+RUNS_REFUSED = [
+    ("--steps 0", "--steps 0: a number from 1 up"),
+    ("--steps -3", "--steps -3: a number from 1 up"),
+    ("--etas -1", "--etas -1: a number from 0 up"),
+    ("--etas 0 0", "--etas 0 0: different numbers"),
+    ("--seeds 1 1", "--seeds 1 1: different numbers"),
+    ("--steps 2 actor.optimzer.lr=1", "actor.optimzer.lr.*actor.optimizer.lr"),
+    ("--steps 2 actor.optimizer.lr=fast", "actor.optimizer.lr"),
+    ("--steps 2 nonsense", "key=value"),
+    ("--steps 2 +total_train_steps=9", "--etas, --seeds and --steps"),
+    ("--steps 2 rollout.max_head_offpolicyness=3", "--etas, --seeds and --steps"),
+    ("--smollm2 no/such/model", "--smollm2 no/such/model: no config.json.*make smollm2"),
+    ("--steps 2 model.path=no/such/model", "no/such/model: no config.json"),
+]
+#: those with a budget and a file
+LIMITED = [f"gpu.{name}" for name in (
+    "two_gpu", "two_gpu_async", "weight_sync", "learning", "generation", "embedded_decode", "train_step",
+    "train_step_ranks",
+)]  # fmt: skip
+NO_FILES = [".", str(HERE / "found.json"), "/proc/none/found.json"]
 
 
 class Parsed(Exception):
@@ -64,10 +91,25 @@ def test_every_script_tells_what_it_can_be_asked_and_writes_where_it_is_told_alo
         ("gpu.weight_sync", ["--quick", "--python", "no/such/python"], "no/such/python"),
         ("gpu.weight_sync", ["--quick", "--modes", "nonsense"], "nonsense"),
         ("gpu.weight_sync", ["--quick", "--transports", "nonsense"], "nonsense"),
-        ("gpu.two_gpu", ["--quick", "--parts", "a", "--python", str(HERE)], "vllm is not inst.* --engine embedded"),
+        ("gpu.two_gpu", ["--quick", "--parts", "a", "--python", str(HERE)], "vLLM is not inst.* --engine embedded"),
         ("gpu.two_gpu", ["--quick", "--modes", "nonsense"], "nonsense"),
         ("gpu.two_gpu_async", ["--device", "cpu", "--python", str(HERE)], "vLLM is not installed.* --engine embedded"),
         ("gpu.two_gpu_async", ["--transport", "nonsense"], "nonsense"),
+        *(("gpu.two_gpu", words, "needs 2 GPUs.* --quick") for words in TWO_GPUS_NEEDED),
+        ("gpu.two_gpu_async", [], "needs 2 GPUs.* --quick --device cpu"),
+        *(
+            (script, [*dry, *words.split()], complaint)
+            for script, dry in (("gpu.two_gpu", [*DRY, "--parts", "b"]), ("gpu.two_gpu_async", [*DRY, *CPU]))
+            for words, complaint in RUNS_REFUSED
+        ),
+        ("gpu.two_gpu", [*DRY, "--parts", "a", "c", "--steps", "3"], "part b's"),
+        ("gpu.two_gpu", [*DRY, "--disk", "no/such/folder"], "--disk no/such/folder: .*No such file"),
+        ("gpu.weight_sync", [*DRY, "--disk", str(HERE)], "--disk .*Not a directory"),
+        *((script, ["--seconds", n], "--seconds") for script in LIMITED for n in ("-4", "0", "nan")),
+        *((script, ["--out", out], "--out") for script in LIMITED for out in NO_FILES),
+        ("gpu.cuda_runs", ["--out", "."], "--out .: that is a folder"),
+        ("gpu.learning", [*CPU, "--engine", "embedded", *NO_MODEL], "no/such/model: no config"),
+        ("gpu.embedded_decode", [*CPU, "--parts", "embedded", *NO_MODEL], "no/such/model: no config"),
         ("gpu.learning", ["--device", "cpu", "--python", str(HERE)], "vLLM is not installed.* --engine embedded"),
         ("gpu.learning", ["--transport", "nonsense"], "nonsense"),
         ("gpu.learning", [], "needs a GPU.* --device cpu"),
@@ -99,6 +141,14 @@ def test_what_cannot_be_is_refused_in_one_sentence(
     assert ended.value.code == 2
     (line,) = [line for line in said.splitlines() if ": error: " in line]
     assert re.search(complaint, line), line
+
+
+def test_a_file_that_can_be_written_is_not_refused_and_not_touched(tmp_path: Path) -> None:
+    parser, old = argparse.ArgumentParser(), tmp_path / "old.json"
+    old.write_text("{}")
+    for out in (None, old, tmp_path / "new" / "folders" / "found.json"):
+        check_out(parser, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["old.json"] and old.read_text() == "{}"
 
 
 def failing() -> NoReturn:
@@ -136,6 +186,54 @@ def test_engines_that_were_not_run_are_no_success() -> None:
     assert [status_of(rows) for rows in ([{"not_run": "x"}], [{"not_run": "x"}, {"shm": 1}], [{"failed": "x"}])] == [
         1, 0, 1,
     ]  # fmt: skip
+
+
+NOT_RUN = {"not_run": "the time was over"}
+
+
+@pytest.mark.usefixtures("paths")
+@pytest.mark.parametrize(
+    ("found", "status"),
+    [
+        ({"gpus": 2}, 1),
+        ({"gpus": 2, "a": NOT_RUN, "c": NOT_RUN}, 1),
+        ({"a": {"tiny": NOT_RUN}, "b": {"steps": 8, "eta=0": "not run: it needs 60 s", **NOT_RUN}}, 1),
+        ({"a": {"tiny": {"updates": {"keep": {"right": True}}}}, "b": NOT_RUN}, 0),
+        ({"a": {"tiny": {"updates": {"keep": {"right": False}}}}}, 1),
+        ({"d": {"tests_passed": True}, "b": {"eta=0": {"failed": "cut"}}}, 1),
+    ],
+)
+def test_parts_that_measured_nothing_are_no_success(found: dict[str, Any], status: int) -> None:
+    assert import_module("benchmarks.gpu.two_gpu").status_of(found) == status
+
+
+@pytest.mark.usefixtures("paths")
+@pytest.mark.parametrize("seconds", [60.0, 240.0])
+def test_part_b_runs_what_two_gpus_are_asked_for(
+    seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its interpreter, engine, model, steps, η and overrides; with too little time it measured nothing."""
+    two_gpu, begun = import_module("benchmarks.gpu.two_gpu"), []
+
+    def none(make: Callable[[bool], Experiment]) -> NoReturn:
+        begun.append(load_config(ROOT / TWO_GPUS, make(False).overrides))
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(two_gpu_async, "run_or_fall_back", none)
+    parser = argparse.ArgumentParser()
+    two_gpu.add_options(parser, seconds=seconds)
+    two_gpu.add_runs(parser)
+    words = f"--python {HERE} --engine embedded --smollm2 some/model --etas 3 0 --steps 7 actor.optimizer.lr=0.5"
+    options = parser.parse_args(words.split())
+    options.device, options.out = "cpu", tmp_path / "found.json"
+    bench = two_gpu.Bench(options=options, folder=tmp_path, device=None, end=time.monotonic() + seconds)
+    row: dict[str, Any] = {}
+    two_gpu.part_b(bench, row)
+    assert [config.rollout.max_head_offpolicyness for config in begun] == ([] if seconds < 100 else [3, 0])
+    assert "not_run" in row and not two_gpu.measured(row)
+    for config in begun:
+        assert (config.total_train_steps, config.actor.optimizer.lr, config.model.path) == (7, 0.5, "some/model")
+        assert config.rollout.backend == "embedded:d1"
 
 
 @pytest.mark.usefixtures("paths")

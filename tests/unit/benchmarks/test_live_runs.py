@@ -250,10 +250,68 @@ def test_results_that_tell_less_are_compared_by_what_they_tell(missing: str) -> 
     assert named[missing] not in found["eta=2, seed 1"]
     assert found["eta=2, seed 2"]["faster_whole"] == found["eta=2, seed 2"]["tokens_ratio"] == 1.0
     assert named[missing] not in found["over seeds"]["eta=2"]  # not of all of them
-    idle = {**run, "generated_tokens_per_second": 0.0}
-    assert two_gpu_async.compare({"eta=0": run, "eta=2": idle})["eta=2"]["tokens_ratio"] == 0.0
-    empty = {**run, "by_step": {"step_seconds": []}, "generated_tokens_per_second": 0.0}
-    assert set(named.values()).isdisjoint(two_gpu_async.compare({"eta=0": empty, "eta=2": run})["eta=2"])
+    empty = {**run, "by_step": {"step_seconds": []}}
+    assert "faster_whole" not in two_gpu_async.compare({"eta=0": empty, "eta=2": run})["eta=2"]
+
+
+RATIOS = {"faster_than_sync", "faster_whole", "tokens_ratio"}
+
+
+@pytest.mark.parametrize(
+    ("less", "reason"),
+    [
+        ({"steady_steps": [2, 3]}, "fewer than 3 steady steps"),
+        ({"steady_steps": [1, 1]}, "fewer than 3 steady steps"),
+        ({"generated_tokens_per_second": 0.0}, "no tokens"),
+        ({"steady_steps": [2, 4]}, ""),
+    ],
+)
+@pytest.mark.parametrize("which", ["eta=0", "eta=2"])
+def test_nothing_is_said_of_speed_that_too_few_steps_or_no_tokens_tell(
+    which: str, less: dict[str, Any], reason: str
+) -> None:
+    run = {**told(2.0, 0.5), "generated_tokens_per_second": 80.0, "by_step": {"step_seconds": [6.0, 2.0]}}
+    runs = {"eta=0": run, "eta=2": run} | {which: {**run, **less}}
+    found = two_gpu_async.compare(runs)["eta=2"]
+    assert found["steps"] == 8  # rewards are compared all the same
+    assert RATIOS & set(found) == (set() if reason else RATIOS)
+    assert reason in found.get("no_ratios", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "etas", "steps"),
+    [
+        ("", (0, 2, 4), 8),
+        ("--quick", (0, 2), 2),
+        ("--quick --steps 5", (0, 2), 5),
+        ("--quick --etas 4 2 0", (4, 2, 0), 2),
+        ("--etas 2 --steps 1", (2,), 1),
+    ],
+)
+def test_a_dry_run_keeps_to_what_it_is_told(words: str, etas: tuple[int, ...], steps: int) -> None:
+    given = two_gpu_async._parser().parse_args(words.split())
+    assert (tuple(two_gpu_async.etas_of(given)), two_gpu_async.steps_of(given, 100.0)) == (etas, steps)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", ""),
+        ("--etas 2", "nothing will be compared"),
+        ("--etas 2 4", "nothing will be compared"),
+        ("--etas 0", "nothing will be compared"),
+        ("--python no/such/python", "--python no/such/python is not used"),
+    ],
+)
+def test_what_will_not_be_used_or_told_is_said_before_the_start(
+    words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    parser = two_gpu_async._parser()
+    dry = f"--device cpu --transport shm --engine embedded --smollm2 {tmp_path}"
+    two_gpu_async.check_runs(parser, parser.parse_args([*dry.split(), *words.split()]))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == bool(said) and all(said in line for line in lines)
 
 
 def told(seconds: float, reward: float, **more: str) -> dict[str, Any]:
