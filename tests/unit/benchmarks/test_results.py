@@ -179,6 +179,20 @@ def test_the_tables_of_two_gpus_are_the_file() -> None:
     assert f"{beside[0][2]} / {beside[1][2]} times as fast, all steps counted" in readme
 
 
+def test_what_a_token_costs_the_api_server_is_the_file() -> None:
+    result = read(ROOT / "benchmarks" / "results" / "token_path.json")
+    costs = {}
+    for path, found in result["readings"].items():
+        costs[path] = round(fmean(reading["microseconds_per_token"] for reading in found))  # two: mean and median alike
+    assert result["engine_version"].startswith("0.32")
+    ours, completions, generate = (costs[path] for path in ("ours", "completions", "generate"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{ours}, {completions}, {generate} µs of one CPU core" in readme
+    engines = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+    assert f"costs it {completions} µs at vLLM's `/v1/completions`, {generate} µs at" in engines
+    assert f"and {ours} µs at ours" in engines
+
+
 def test_the_table_of_earlier_runs_on_two_gpus_is_the_file() -> None:
     """Ratios of seconds of the steps that both made; none where a run told no seconds step by step."""
     newer, older = read(ROOT / "benchmarks" / "results" / "two_gpu_h200.json")["parts"]["b"]["earlier"][:2]
