@@ -29,10 +29,11 @@ from areal_like.rollout.tokenizer import FastTokenizer, load_tokenizer
 from areal_like.weights.segments import segment_directory
 from launcher.devices import Machine, this_machine
 from launcher.engines import check_capabilities, engine_environment, engine_spec
+from launcher.gpu_checks import check_devices, gpu_warnings
 from launcher.model_files import ModelFacts, inspect_model, vocabulary_size
-from launcher.processes import INFERENCE, TRAIN, compute_threads, gpus_wanted, plan_processes
+from launcher.processes import INFERENCE, TRAIN, compute_threads, plan_processes
 from launcher.run_directory import check_run_directory
-from launcher.transport_checks import LOOPBACK, check_collective, check_ipc
+from launcher.transport_checks import LOOPBACK
 
 #: rows whose prompts are measured; a few seconds at most
 _MEASURED_ROWS = 5_000
@@ -64,14 +65,13 @@ def check_experiment(
     """
     machine = machine or this_machine()
     gathered = _Gathered()
+    gathered.run(lambda: check_devices(config, machine))
     gathered.run(lambda: check_backend(config, machine))
     model = gathered.run(lambda: inspect_model(Path(config.model.path)))
     tokenizer = gathered.run(lambda: load_tokenizer(config.model.path)) if model is not None else None
     gathered.run(lambda: check_companions(config))
     rows = gathered.run(lambda: _read_dataset("train_dataset.path", config.train_dataset.path, None)) or []
     valid = _valid_rows(config, gathered)
-    gathered.run(lambda: check_collective(config, machine))
-    gathered.run(lambda: check_ipc(config, machine))
     gathered.run(lambda: check_plugins(config, tokenizer))
     gathered.run(lambda: check_ports(config.rollout.host, config.rollout.port, config.rollout.spec.data))
     if run_directory:
@@ -121,9 +121,6 @@ def check_backend(config: ExperimentConfig, machine: Machine) -> None:
             f"use embedded:d{spec.data}"
         )
     check_engine(config, machine)
-    for key, device in (("rollout.device", config.rollout.device), ("actor.device", config.actor.device)):
-        if device == "cuda" and machine.gpus == 0:
-            raise ConfigError(f"{key}: 'cuda' was asked for, and torch can use no GPU here; use auto or cpu")
 
 
 def check_engine(config: ExperimentConfig, machine: Machine) -> None:
@@ -326,9 +323,7 @@ def resource_warnings(config: ExperimentConfig, machine: Machine, rows: int) -> 
             f"{crowd} servers and ranks are to compute on {machine.cores} cores, each with memory of its own; "
             "lower the sizes of rollout.backend or actor.backend"
         )
-    wanted = gpus_wanted(config, machine)
-    if wanted > machine.gpus > 0:
-        warnings.append(f"the run would use {wanted} GPUs and {machine.gpus} are here: some processes share one")
+    warnings += gpu_warnings(config, machine)
     batch, eta = config.train_dataset.batch_size, config.rollout.max_head_offpolicyness
     if config.rollout.max_concurrent_rollouts < batch and eta == 0:
         warnings.append(

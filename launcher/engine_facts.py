@@ -13,7 +13,7 @@ from areal_like.config.experiment import ExperimentConfig
 from areal_like.errors import ConfigError
 from areal_like.inference.backends import ENGINES, get_backend, get_engine
 from areal_like.inference.backends.base import Capabilities
-from launcher.environments import installed_version
+from launcher.environments import installed_version, suggested_python
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,15 +43,18 @@ def engine_pythons(name: str, named: str | None = None) -> list[str]:
     return list(found.values()) or [default_python(name)]
 
 
-def find_engine(name: str, python: str | None = None) -> EngineFacts:
-    """Look into an engine's environment; imports nothing there, starts no server, and raises nothing."""
+def find_engine(name: str, python: str | None = None, *, device: str = "auto") -> EngineFacts:
+    """Look into an engine's environment; imports nothing there, starts no server, and raises nothing.
+
+    ``device``: where its servers are to compute.
+    """
     if name not in ENGINES:
         found = get_backend(name).capabilities(areal_like.__version__)
         return EngineFacts(name=name, where="this environment", capabilities=found)
     python = python or default_python(name)
     try:
         engine = get_engine(name)
-        version = installed_version(python, engine.package)
+        version = installed_version(python, engine.package, suggested=suggested_python(name, device))
         if not version:
             return EngineFacts(name=name, where=python, capabilities=None, trouble="not installed there")
         if engine.needs_us and not installed_version(python, ("areal-like",)):
@@ -68,7 +71,7 @@ def find_experiments_engine(config: ExperimentConfig) -> EngineFacts:
     if config.rollout.servers:
         servers = ", ".join(config.rollout.servers)
         return EngineFacts(name=name, where=servers, capabilities=None, trouble="asked when the run starts")
-    return find_engine(name, config.rollout.python)
+    return find_engine(name, config.rollout.python, device=config.rollout.device)
 
 
 def described(facts: EngineFacts, *, gpus: int) -> Mapping[str, str]:

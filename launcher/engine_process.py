@@ -11,6 +11,7 @@ The engine cannot outlive us: on SIGTERM (ours when the controller dies, whateve
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -26,12 +27,15 @@ from areal_like.errors import InfrastructureError
 from areal_like.inference.backends import get_engine
 from areal_like.inference.backends.base import EngineCommand
 from areal_like.inference.spec import EngineSpec
+from launcher.child import TOKEN_VARIABLE
 from launcher.leftovers import sweep_engine_memory
 
 #: seconds between two looks at a server that starts
 _LOOK = 0.25
 #: seconds one look may take
 _LOOK_TIMEOUT = 5.0
+#: how variables are called that hold secrets
+_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 #: seconds the engine gets to end by itself; below the launcher's own grace, so that we clean up behind it
 _GRACE = 1.5
 
@@ -50,12 +54,28 @@ def run_engine(spec: EngineSpec, token: str, on_ready: Callable[[str], None]) ->
     began = time.time()
     spec = spec.model_copy(update={"port": spec.port or free_port(spec.host)})
     command = get_engine(spec.backend).command(spec, token=token)
-    sys.stderr.write(f"starting {' '.join(command.arguments)}\n")
+    sys.stderr.write(f"starting {command_line(command, token)}\n")
     with suppress(_Asked), _interruptible(), _engine(command, began) as process:
         url = f"http://{spec.host}:{spec.port}"
         _wait_healthy(process, f"{url}{command.health_path}", token, spec.start_timeout)
         on_ready(url)
         raise InfrastructureError(f"{spec.name}: the engine ended with status {process.wait()}")
+
+
+def command_line(command: EngineCommand, token: str) -> str:
+    """What a shell starts the same server with: its variables, then its words, all of them quoted.
+
+    Logs are read by others, so what is secret stands as the variable that holds it: our token, and what the
+    experiment passes on under a name that says so.
+    """
+
+    def shown(name: str, value: str) -> str:
+        if value == token:
+            return f"${TOKEN_VARIABLE}"
+        return f"${name}" if name.upper().endswith(_SECRET) else shlex.quote(value)
+
+    variables = [f"{name}={shown(name, value)}" for name, value in command.environment.items()]
+    return " ".join([*variables, shlex.join(command.arguments)])
 
 
 def free_port(host: str) -> int:
@@ -76,7 +96,7 @@ def _engine(command: EngineCommand, began: float) -> Iterator[subprocess.Popen[b
     except OSError as error:
         raise InfrastructureError(
             f"{command.arguments[0]} could not be started: {error.strerror}; rollout.python must name the interpreter "
-            "of the engine's environment (make engines)"
+            "of the engine's environment (docs/engines.md)"
         ) from error
     try:
         yield process

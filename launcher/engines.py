@@ -12,7 +12,7 @@ from areal_like.inference.backends import ENGINES, get_backend, get_engine
 from areal_like.inference.backends.base import Capabilities, LinkSettings, ServerLink, require
 from areal_like.inference.spec import EngineSpec, InferenceServerSpec
 from launcher.child import TOKEN_VARIABLE
-from launcher.environments import installed_version
+from launcher.environments import installed_version, suggested_python
 from launcher.processes import PlannedProcess
 from launcher.roles import ENGINE, INFERENCE
 
@@ -86,15 +86,14 @@ def engine_environment(config: ExperimentConfig) -> tuple[str, str]:
         ConfigError: no interpreter was named, or the engine is not installed there.
     """
     name, python = config.rollout.spec.name, config.rollout.python
-    suggested = f".venv-{name}/bin/python"
+    suggested = suggested_python(name, config.rollout.device)
     if python is None:
         raise ConfigError(
-            f"rollout.python: {name} runs in an environment of its own; name its interpreter, such as {suggested} "
-            "(make engines)"
+            f"rollout.python: {name} runs in an environment of its own; name its interpreter, such as {suggested}"
         )
-    version = installed_version(python, get_engine(name).package)
+    version = installed_version(python, get_engine(name).package, suggested=suggested)
     if not version:
-        raise ConfigError(f"rollout.python: {python} has no {name}; install it there, or `make engines`: {suggested}")
+        raise ConfigError(f"rollout.python: {python} has no {name}; install it there, or name {suggested}")
     return python, version
 
 

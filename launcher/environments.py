@@ -21,10 +21,23 @@ for name in sys.argv[1:]:
 """
 
 
-def installed_version(python: str, packages: Sequence[str]) -> str:
+def suggested_python(name: str, device: str) -> str:
+    """In words: an interpreter for the engine ``name``, and what makes it. ``device``: auto, cpu or cuda."""
+    if device == "cuda":
+        return f'.venv-{name}-gpu/bin/python, made as docs/engines.md ("On GPUs") says'
+    for_gpus = "" if device == "cpu" else ' for CPUs, or one made as docs/engines.md ("On GPUs") says'
+    return f".venv-{name}/bin/python, which `make engines` makes{for_gpus}"
+
+
+def installed_version(
+    python: str, packages: Sequence[str], *, suggested: str = ".venv-vllm/bin/python or .venv-sglang/bin/python"
+) -> str:
     """The version of the first of ``packages`` that is installed in the environment of ``python``; empty if none is.
 
     What ``PYTHONPATH`` adds counts, since a server that we start has it, too; the folder we happen to be in does not.
+
+    Args:
+        suggested: what to name in its place, should it be none.
 
     Raises:
         ConfigError: ``python`` is no interpreter that answers.
@@ -41,8 +54,8 @@ def installed_version(python: str, packages: Sequence[str]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         why = error.strerror if isinstance(error, OSError) else f"no answer within {_TIMEOUT:g} s"
         raise ConfigError(
-            f"rollout.python: {python} cannot be asked for versions: {why}; name the interpreter of the engine's "
-            "environment (make engines makes .venv-vllm/bin/python and .venv-sglang/bin/python)"
+            f"rollout.python: {python} cannot be asked for versions: {why}; it must be the interpreter of the engine's "
+            f"environment, such as {suggested}"
         ) from error
     if answer.returncode != 0:
         raise ConfigError(f"rollout.python: {python} is no usable interpreter: {answer.stderr.strip()[-300:]}")

@@ -19,6 +19,12 @@ _WEIGHT_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 #: no safetensors header is longer (the format's own limit)
 _LONGEST_HEADER = 100_000_000
+#: folders that recipes name, and what makes them
+_MADE_BY: Mapping[str, str] = {
+    "models/smollm2": "make smollm2",
+    "models/guess/model": "python -m launcher.tiny_models guess models/guess",
+    "models/arithmetic/model": "python -m launcher.tiny_models arithmetic models/arithmetic",
+}
 _LFS_MARK = b"version https://git-lfs"
 #: how torch.save began a file before it wrote zip files: a pickle of torch's magic number
 _OLD_TORCH_MARK = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
@@ -43,8 +49,10 @@ def inspect_model(folder: Path) -> ModelFacts:
     """
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
+        made_by = _MADE_BY.get(folder.as_posix())
+        hint = f"; `{made_by}` makes it" if made_by else ""
         raise ConfigError(
-            f"model.path: {folder} {what}; expected a folder with a Hugging Face model (looked from {Path.cwd()})"
+            f"model.path: {folder} {what}; expected a folder with a Hugging Face model (looked from {Path.cwd()}){hint}"
         )
     config = _read_json(folder / "config.json")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):

@@ -6,6 +6,7 @@ import importlib.metadata
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Group
 from rich.table import Table
@@ -13,8 +14,11 @@ from rich.text import Text
 
 from areal_like.config.experiment import ExperimentConfig
 from areal_like.config.paths import RunPaths
+from areal_like.errors import ConfigError
 from launcher.devices import Machine
-from launcher.engine_facts import described, find_experiments_engine
+from launcher.engine_facts import EngineFacts, described, find_experiments_engine
+from launcher.gpu_checks import check_devices, gpu_warnings
+from launcher.model_files import inspect_model
 from launcher.processes import PlannedProcess, compute_threads, plan_processes
 
 #: packages whose versions decide what a run does
@@ -98,16 +102,32 @@ def staleness_plan(config: ExperimentConfig) -> StalenessPlan:
 
 
 def render_plan(config: ExperimentConfig, machine: Machine, rows: int | None) -> Group:
-    """The whole plan as tables, for a console."""
+    """The whole plan as tables, for a console; below them what stops the run here, or slows it."""
     planned = plan_processes(config, machine)
+    engine = find_experiments_engine(config)
     return Group(
         _process_table(config, planned, machine),
         pairs("Batch", _batch_rows(batch_arithmetic(config, rows))),
         pairs(f"Staleness (η = {config.rollout.max_head_offpolicyness})", _staleness_rows(config)),
-        pairs("Engine", described(find_experiments_engine(config), gpus=machine.gpus)),
+        pairs("Engine", described(engine, gpus=machine.gpus)),
         pairs("Weights and files", _file_rows(config)),
         pairs("Versions", _versions()),
+        *(Text(f"warning: {warning}") for warning in plan_warnings(config, machine, engine)),
     )
+
+
+def plan_warnings(config: ExperimentConfig, machine: Machine, engine: EngineFacts) -> list[str]:
+    """What is missing for the run on this machine: GPUs, the engine's environment, the model. ``check`` finds more."""
+    warnings = gpu_warnings(config, machine)
+    for check in (lambda: check_devices(config, machine), lambda: inspect_model(Path(config.model.path))):
+        try:
+            check()
+        except ConfigError as error:
+            warnings.append(str(error))
+    if engine.capabilities is None and not config.rollout.servers:
+        named = engine.trouble.startswith("rollout.")
+        warnings.append(engine.trouble if named else f"rollout.python: {engine.where}: {engine.trouble}")
+    return warnings
 
 
 def _process_table(config: ExperimentConfig, planned: tuple[PlannedProcess, ...], machine: Machine) -> Table:

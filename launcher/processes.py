@@ -12,6 +12,10 @@ INFERENCE = "inference"
 TRAIN = "train"
 REWARD = "reward"
 
+#: sections of an experiment whose processes may compute on GPUs
+ROLLOUT = "rollout"
+ACTOR = "actor"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedProcess:
@@ -76,11 +80,37 @@ def plan_processes(config: ExperimentConfig, machine: Machine) -> tuple[PlannedP
     return tuple(planned)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuDemand:
+    """What one section of the experiment asks for.
+
+    Attributes:
+        backend: as it is written there.
+        gpus: what its processes would use if none were shared.
+        apart: how many of them must be different ones, as their processes make one group.
+    """
+
+    section: str
+    backend: str
+    gpus: int
+    apart: int
+
+
+def gpu_demands(config: ExperimentConfig, machine: Machine) -> tuple[GpuDemand, ...]:
+    """One of each section whose processes compute on GPUs; servers of others are none of this machine's."""
+    servers, ranks = config.rollout.spec, config.actor.spec.world_size
+    found = []
+    if _uses_gpu(config.rollout.device, machine) and not config.rollout.servers:
+        apart = servers.devices_per_server
+        found.append(GpuDemand(section=ROLLOUT, backend=config.rollout.backend, gpus=servers.data * apart, apart=apart))
+    if _uses_gpu(config.actor.device, machine):
+        found.append(GpuDemand(section=ACTOR, backend=config.actor.backend, gpus=ranks, apart=ranks))
+    return tuple(found)
+
+
 def gpus_wanted(config: ExperimentConfig, machine: Machine) -> int:
     """GPUs the run would use if none were shared."""
-    servers = config.rollout.spec.data * config.rollout.spec.devices_per_server
-    wanted = servers if _uses_gpu(config.rollout.device, machine) and not config.rollout.servers else 0
-    return wanted + (config.actor.spec.world_size if _uses_gpu(config.actor.device, machine) else 0)
+    return sum(demand.gpus for demand in gpu_demands(config, machine))
 
 
 def compute_threads(planned: tuple[PlannedProcess, ...]) -> int:

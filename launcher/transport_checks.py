@@ -26,7 +26,8 @@ def check_collective(config: ExperimentConfig, machine: Machine) -> None:
     trainer, servers = _devices(config, machine)
     if trainer == "cpu" and config.weights.group == "auto":
         return
-    where = f"weights.group: {config.weights.group!r} means nccl, which needs a GPU for the trainer ({trainer}) and"
+    who = "auto means nccl here, which needs" if config.weights.group == "auto" else "nccl needs"
+    where = f"weights.group: {who} a GPU for the trainer ({trainer}) and"
     if "cpu" in {trainer, *servers}:
         raise ConfigError(f"{where} for each server ({', '.join(sorted(set(servers)))}); use weights.group=gloo")
     shared = sorted(device for device, count in Counter([trainer, *servers]).items() if count > 1)

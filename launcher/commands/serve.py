@@ -17,8 +17,9 @@ from launcher.devices import this_machine
 from launcher.engine_process import run_engine
 from launcher.engines import server_part
 from launcher.environment import thread_environment
+from launcher.gpu_checks import check_gpus
 from launcher.model_files import inspect_model
-from launcher.processes import INFERENCE, plan_processes
+from launcher.processes import INFERENCE, ROLLOUT, plan_processes
 from launcher.roles import ENGINE
 
 
@@ -27,6 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     if config.rollout.servers:
         raise ConfigError("rollout.servers: names servers that are there already, and serve starts one; remove it")
     machine = this_machine()
+    check_gpus(config, machine, sections=(ROLLOUT,))
     check_backend(config, machine)
     inspect_model(Path(config.model.path))
     check_ports(config.rollout.host, config.rollout.port, 1)

@@ -81,7 +81,7 @@ class Subject:
     moment: float = 4.0
     long: int = 160
     longest: int = 600
-    beside: int = 64
+    beside: int = 160
     update: float = 30.0
     seeds: bool = True
     staged: bool = True

@@ -15,8 +15,9 @@ import pytest
 
 from areal_like.config.experiment import ExperimentConfig
 from areal_like.errors import ConfigError
-from launcher.checks import check_collective, check_experiment, check_ports
+from launcher.checks import check_experiment, check_ports
 from launcher.devices import Machine
+from launcher.transport_checks import check_collective
 
 Experiment = Callable[..., ExperimentConfig]
 LAPTOP = Machine(cores=2, gpus=0)
@@ -46,7 +47,7 @@ def test_a_sound_experiment_passes_without_warnings(experiment: Experiment) -> N
         ),
         (
             {"rollout": {"backend": "vllm:d1", "python": sys.executable}},
-            "has no vllm; install it there, or `make engines`",
+            "has no vllm; install it there, or name .venv-vllm/bin/python",
         ),
         ({"rollout": {"backend": "embedded:d2t2"}}, "an embedded server computes on one device; use embedded:d2"),
         ({"ref": {"path": "nowhere/ref"}}, "ref.path: nowhere/ref does not exist"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -16,8 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from areal_like.inference.backends import get_engine
 from areal_like.inference.spec import EngineSpec
 from launcher.child import TOKEN_VARIABLE
+from launcher.engine_process import command_line
 from launcher.leftovers import sweep_engine_memory
 from launcher.roles import RoleSpec
 
@@ -42,7 +45,8 @@ from areal_like.inference.spec import EngineSpec
 
 class Fake:
     def command(self, spec, *, token):
-        return EngineCommand(arguments=(sys.executable, "-c", sys.argv[1], str(spec.port)), environment={})
+        arguments = (sys.executable, "-c", sys.argv[1], str(spec.port))
+        return EngineCommand(arguments=arguments, environment={"VLLM_API_KEY": token})
 
 keeper.get_engine = lambda name: Fake()
 known = {"backend": "vllm", "name": "s0", "python": "py", "version": "0.32", "model_path": "m"}
@@ -131,6 +135,31 @@ def test_an_engine_that_dies_early_is_told_at_once(start: Start) -> None:
     output = process.communicate(timeout=30)[1]
     assert "no such flag: --frobnicate" in output
     assert "ended with status 1 before it was healthy" in output
+    assert f"starting VLLM_API_KEY=$AREAL_LIKE_TOKEN {sys.executable} -c 'import sys; sys.exit(" in output
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_a_shell_starts_the_same_server_from_what_is_told(tmp_path: Path, name: str, device: str) -> None:
+    """Words with quotes, spaces and dollars; secrets come from the shell's own variables."""
+    python = tmp_path / "an interpreter"
+    python.write_text(f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps([sys.argv, dict(os.environ)]))\n")
+    python.chmod(0o755)
+    given = {"HF_TOKEN": "hidden", "NOTE": 'it\'s $5 and "more"'}
+    spec = EngineSpec.model_validate(
+        {"backend": name, "name": "s0", "python": str(python), "version": "0.32", "model_path": "a $model's"}
+        | {"devices": (device,), "environment": given, "flags": {"chat_template": '{"a": "b c"}'}}
+    )
+    command = get_engine(name).command(spec, token="t0ken")
+    line = command_line(command, "t0ken")
+    key = "VLLM_API_KEY" if name == "vllm" else "SGLANG_API_KEY"
+    assert f"{key}=$AREAL_LIKE_TOKEN " in line and "HF_TOKEN=$HF_TOKEN " in line
+    assert "t0ken" not in line and "hidden" not in line
+    ours = {TOKEN_VARIABLE: "t0ken", "HF_TOKEN": "hidden"}
+    told = subprocess.run(["sh", "-c", line], env=ours, capture_output=True, text=True, check=True, timeout=30).stdout
+    words, variables = json.loads(told)
+    assert tuple(words) == command.arguments
+    assert {name: variables[name] for name in command.environment} == dict(command.environment)
 
 
 def test_an_engine_that_never_answers_is_ended_at_its_deadline(start: Start) -> None:

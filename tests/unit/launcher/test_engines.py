@@ -161,6 +161,29 @@ def test_an_interpreter_that_is_none_is_told_with_what_to_name(
         check_engine(config, Machine(cores=2, gpus=0))
 
 
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("named", [None, "nowhere/python", "without"])
+def test_what_to_name_in_its_place_fits_the_device(
+    experiment: Experiment, tmp_path: Path, name: str, named: str | None
+) -> None:
+    """No interpreter, one that is not there, and one without the engine: GPUs want other environments than CPUs."""
+    (tmp_path / "without").symlink_to(sys.executable)
+
+    def told(device: str) -> str:
+        python = str(tmp_path / named) if named else None
+        with pytest.raises(ConfigError, match=r"^rollout\.python: ") as caught:
+            check_engine(
+                experiment(rollout={"backend": f"{name}:d1", "python": python, "device": device}),
+                Machine(cores=2, gpus=1),
+            )
+        return str(caught.value)
+
+    cuda, cpu, auto = told("cuda"), told("cpu"), told("auto")
+    assert f'.venv-{name}-gpu/bin/python, made as docs/engines.md ("On GPUs")' in cuda and "make engines" not in cuda
+    assert f".venv-{name}/bin/python, which `make engines` makes" in cpu and "GPU" not in cpu
+    assert "`make engines` makes for CPUs, or" in auto and "On GPUs" in auto
+
+
 def test_an_environment_that_is_missing_is_no_error() -> None:
     facts = find_engine("vllm", os.path.join("no", "python"))
     assert facts.capabilities is None

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from areal_like.config.load import load_config
 from areal_like.errors import ConfigError
 from launcher.model_files import inspect_model, vocabulary_size
 from tests.unit.launcher.conftest import write_safetensors
+
+CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 def test_a_whole_folder_is_described(model_folder: Path) -> None:
@@ -103,6 +106,17 @@ def test_shards_are_added_up(model_folder: Path) -> None:
     weight_map = dict(zip("ab", names, strict=True))
     (model_folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert inspect_model(model_folder).weight_bytes == 2 * len(whole)
+
+
+@pytest.mark.parametrize("recipe", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_missing_model_that_we_can_make_is_told_with_what_makes_it(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = load_config(str(recipe), []).model.path
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"{path} does not exist") as caught:
+        inspect_model(Path(path))
+    assert ("` makes it" in str(caught.value)) == (path != "models/policy")  # that is the user's own
 
 
 def test_a_file_is_no_folder(model_folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -108,6 +109,42 @@ def test_the_plan_is_readable(experiment: Experiment) -> None:
     sync = experiment(rollout={"max_head_offpolicyness": 0})
     Console(file=out, width=140).print(render_plan(sync, Machine(cores=2, gpus=0), rows=None))
     assert "synchronous, on-policy" in out.getvalue()
+
+
+def told(config: ExperimentConfig, machine: Machine) -> list[str]:
+    """The warnings of a plan that is printed on a wide page."""
+    console = Console(file=io.StringIO(), width=1000)
+    console.print(render_plan(config, machine, rows=None))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    return [line.strip().removeprefix("warning: ") for line in lines if line.startswith("warning: ")]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said"),
+    [
+        (0, ["rollout.device, actor.device: 'cuda' was asked for, and torch can use no GPU here"]),
+        (1, ["the run would use 2 GPUs and 1 are here", "weights.group: nccl needs a GPU for the trainer"]),
+        (2, []),
+    ],
+)
+def test_a_plan_for_more_gpus_than_are_here_says_so(experiment: Experiment, gpus: int, said: list[str]) -> None:
+    weights = {"transport": "collective", "group": "nccl"}
+    config = experiment(rollout={"device": "cuda"}, actor={"device": "cuda"}, weights=weights)
+    found = told(config, Machine(cores=8, gpus=gpus))
+    assert [warning[: len(start)] for warning, start in zip(found, said, strict=True)] == said
+
+
+def test_a_plan_names_a_missing_model_and_a_missing_interpreter(experiment: Experiment) -> None:
+    machine = Machine(cores=8, gpus=0)
+    assert told(experiment(), machine) == []
+    rollout = {"backend": "vllm:d1", "python": "nowhere/python"}
+    model, python = told(experiment(model={"path": "nowhere/model"}, rollout=rollout), machine)
+    assert model.startswith("model.path: nowhere/model does not exist")
+    assert python.startswith("rollout.python: nowhere/python cannot be asked for versions")
+    (python,) = told(experiment(rollout=rollout | {"python": sys.executable}), machine)
+    assert python == f"rollout.python: {sys.executable}: not installed there"
+    assert told(experiment(rollout=rollout | {"servers": ["http://a:1"]}), machine) == []
 
 
 def test_models_beside_the_policy_are_named(experiment: Experiment) -> None:

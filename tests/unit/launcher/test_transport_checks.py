@@ -56,3 +56,9 @@ def test_nccl_wants_a_gpu_for_each_member_and_says_what_to_use_instead(experimen
         check_collective(experiment(weights=NCCL, rollout={"backend": "embedded:d2"}), TWO)
     with pytest.raises(ConfigError, match=r"for each server \(cpu\); use weights.group=gloo"):
         check_collective(experiment(weights=NCCL), Machine(cores=8, gpus=0))
+
+
+def test_what_auto_means_is_told_where_it_was_auto(experiment: Experiment) -> None:
+    for group, said in (("nccl", "weights.group: nccl needs"), ("auto", "weights.group: auto means nccl here, which")):
+        with pytest.raises(ConfigError, match=f"^{said}.* a GPU for the trainer"):
+            check_collective(experiment(weights={"transport": "collective", "group": group}), ONE)
