@@ -4,7 +4,10 @@
 ``trainer_killed``: a trainer of its own process kills itself at that moment. Without GPUs the same over gloo.
 
 ``python two_gpu_deaths.py ENGINE NAME URL SHAPE VERSION`` is that trainer; two_gpu.py starts it, with the server's
-token in ``AREAL_LIKE_TOKEN``. To run all of it: ``python benchmarks/gpu/two_gpu.py --parts c``.
+token in ``AREAL_LIKE_TOKEN``. To run all of it:
+
+    python benchmarks/gpu/two_gpu.py --parts c --python .venv-vllm-gpu/bin/python
+    python benchmarks/gpu/two_gpu.py --parts c --quick --engine embedded                   # without GPUs
 """
 
 from __future__ import annotations
@@ -290,6 +293,8 @@ def main() -> None:
     parser.add_argument("shape", choices=sorted(PLANS))
     parser.add_argument("version", type=int, help="published whole; in the middle of the next it ends")
     given = parser.parse_args()
+    if not os.environ.get("AREAL_LIKE_TOKEN"):
+        parser.error("AREAL_LIKE_TOKEN is not set: it is the bearer token of the server")
     asyncio.run(doomed(given.engine, given.name, given.url, given.shape, given.version))
 
 

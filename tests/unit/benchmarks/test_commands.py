@@ -124,6 +124,7 @@ def test_every_script_tells_what_it_can_be_asked_and_writes_where_it_is_told_alo
         ("gpu.train_step_ranks", ["--shapes", "9b"], "9b"),
         ("gpu.load_client", [], "AREAL_LIKE_TOKEN is not set"),
         ("gpu.two_gpu_deaths", [], "required"),
+        ("gpu.two_gpu_deaths", ["embedded", "s0", "http://127.0.0.1:1", "tiny", "1"], "AREAL_LIKE_TOKEN is not set"),
         ("train_step", ["--shapes", "9b"], "9b"),
         ("weight_sync", ["--engines", "nonsense"], "nonsense"),
     ],
