@@ -337,7 +337,7 @@ class VllmControl:
         """Requests go to a path that our middleware answers: asked once, and again of a server that begins anew."""
         if self._has_route and status.version >= 0:
             return
-        advice = "start it with the --middleware that `areal-like plan` shows, of this version of areal_like"
+        advice = "start it with the --middleware that docs/engines.md names, of this version of areal_like"
         try:
             found = await self._http.get(GENERATE, timeout=timeout)
         except RequestError as error:

@@ -91,7 +91,8 @@ class VllmWorkers:
             answer = await self._http.post("/collective_rpc", body, timeout=timeout)
         except RequestError as error:
             raise ServerUnavailable(
-                f"{error}; vLLM must run with VLLM_SERVER_DEV_MODE=1 and the flags that `areal-like plan` shows"
+                f"{error}; vLLM must run with VLLM_SERVER_DEV_MODE=1 and the flags that `areal-like serve` prints and "
+                "docs/engines.md names"
             ) from error
         results: Sequence[Mapping[str, Any]] = (answer or {}).get("results") or ()
         try:
