@@ -27,9 +27,10 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from areal_like.errors import ConfigError
-from areal_like.inference.backends.vllm_dialect import GENERATE as PATH
+from areal_like.inference.token_path import PATH
 from benchmarks.demo_runs import ROOT, write_result
 from benchmarks.gpu.live_runs import Served, engine_facts, limit_time, served
+from benchmarks.gpu.refusals import check_limits, check_model
 
 CONFIG = "configs/smollm2_vllm_cpu.yaml"
 PROMPT = 32
@@ -158,8 +159,8 @@ def main() -> int:
     for name in ("requests", "tokens", "repeats"):
         if getattr(given, name) < 1:
             parser.error(f"--{name} {getattr(given, name)}: at least 1 is needed")
-    if not (given.smollm2 / "tokenizer.json").exists():
-        parser.error(f"--smollm2 {given.smollm2}: no tokenizer.json is there; make smollm2 makes models/smollm2")
+    check_limits(parser, given)
+    check_model(parser, given.smollm2)
     try:
         facts = engine_facts("cpu", given.python)
     except ConfigError as error:

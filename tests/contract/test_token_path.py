@@ -11,7 +11,8 @@ import pytest
 import pytest_asyncio
 from subjects import HUNG, TEST, TOKEN, ServerProcess, Subject
 
-from areal_like.inference.backends.vllm_dialect import GENERATE, MODEL_NAME
+from areal_like.inference.backends.vllm_dialect import MODEL_NAME
+from areal_like.inference.token_path import PATH
 
 if TYPE_CHECKING:
     from conftest import Line
@@ -45,7 +46,7 @@ async def http(line: Line) -> AsyncIterator[httpx.AsyncClient]:
 
 async def ours(http: httpx.AsyncClient, **sampling: Any) -> httpx.Response:
     asked = {"request_id": "r", "token_ids": PROMPT, "sampling_params": sampling, "cache_salt": "ours"}
-    return await http.post(GENERATE, content=json.dumps(asked))
+    return await http.post(PATH, content=json.dumps(asked))
 
 
 @pytest.mark.parametrize(
@@ -117,5 +118,5 @@ async def test_sampling_parameters_that_cannot_be_had_are_refused_and_do_no_harm
 @pytest.mark.parametrize("ids", [[10_000_000], [2**70], [-1], []])
 async def test_ids_that_do_not_exist_are_refused_and_do_no_harm(http: httpx.AsyncClient, ids: list[int]) -> None:
     asked = {"request_id": "r", "token_ids": ids, "sampling_params": {"max_tokens": 1}}
-    assert (await http.post(GENERATE, content=json.dumps(asked))).status_code == 400
+    assert (await http.post(PATH, content=json.dumps(asked))).status_code == 400
     assert (await ours(http, max_tokens=1)).status_code == 200

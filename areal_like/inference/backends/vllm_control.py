@@ -28,9 +28,9 @@ from areal_like.errors import ArealLikeError, RequestError, ServerUnavailable, S
 from areal_like.inference.backends.epoch import ServerEpoch
 from areal_like.inference.backends.http_control import EngineHttp
 from areal_like.inference.backends.labels import version_label
-from areal_like.inference.backends.vllm_dialect import GENERATE, PROTOCOL
 from areal_like.inference.backends.vllm_memory import VllmMemory
 from areal_like.inference.backends.vllm_workers import VllmWorkers, WorkerStatus
+from areal_like.inference.token_path import PATH, PROTOCOL
 
 _First = TypeVar("_First")
 _Second = TypeVar("_Second")
@@ -339,11 +339,11 @@ class VllmControl:
             return
         advice = "start it with the --middleware that docs/engines.md names, of this version of areal_like"
         try:
-            found = await self._http.get(GENERATE, timeout=timeout)
+            found = await self._http.get(PATH, timeout=timeout)
         except RequestError as error:
             raise ServerUnavailable(f"{error}; {advice}") from error
         if not isinstance(found, dict) or found.get("protocol") != PROTOCOL:
-            raise ServerUnavailable(f"{self._name} {GENERATE}: wanted protocol {PROTOCOL}, got {found}; {advice}")
+            raise ServerUnavailable(f"{self._name} {PATH}: wanted protocol {PROTOCOL}, got {found}; {advice}")
         self._has_route = True
 
     def _refuse_older(self, incarnation: int) -> None:

@@ -22,15 +22,12 @@ from areal_like.client.dialect import HttpCall, Segment
 from areal_like.errors import RequestError, ServerBusy, ServerUnavailable
 from areal_like.inference.backends.epoch import ServerEpoch
 from areal_like.inference.backends.labels import parse_label
+from areal_like.inference.token_path import PATH
 
 #: the name that every server of ours serves its model by
 MODEL_NAME = "policy"
 #: vLLM samples with this temperature where a lower one is asked for
 LEAST_TEMPERATURE = 0.01
-#: ours, in a server that was started with our ``--middleware``
-GENERATE = "/areal_like/generate"
-#: of that path; a server that has another version of this package may speak another
-PROTOCOL = 1
 #: seeds are signed 64-bit numbers in vLLM
 _SEED_MASK = 2**63 - 1
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}
@@ -153,7 +150,7 @@ def _call(body: GenerateBody, epoch: ServerEpoch) -> HttpCall:
         "sampling_params": sampling_params(body.sampling, seeds=epoch.seeds),
         "cache_salt": epoch.salt(body.rid),
     }
-    return HttpCall(path=GENERATE, content=json.dumps(content, separators=(",", ":")).encode())
+    return HttpCall(path=PATH, content=json.dumps(content, separators=(",", ":")).encode())
 
 
 def _abort(rid: str) -> HttpCall:

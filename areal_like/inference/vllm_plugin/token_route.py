@@ -26,10 +26,9 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter, ValidationError
 
+from areal_like.inference.token_path import PATH, PROTOCOL
 from areal_like.inference.vllm_plugin.access import App, Receive, Scope, Send
 
-PATH = "/areal_like/generate"
-PROTOCOL = 1
 _ALLOWED = ((b"allow", b"GET, POST"),)
 
 

@@ -16,7 +16,8 @@ from areal_like.api.weights import InterruptMode, Manifest, TensorEntry, Transpo
 from areal_like.errors import ServerUnavailable, StaleCommand, WeightUpdateError
 from areal_like.inference.backends.epoch import ServerEpoch
 from areal_like.inference.backends.vllm_control import VllmControl
-from areal_like.inference.backends.vllm_dialect import GENERATE, PROTOCOL, CutDialect, VllmDialect
+from areal_like.inference.backends.vllm_dialect import CutDialect, VllmDialect
+from areal_like.inference.token_path import PATH, PROTOCOL
 from areal_like.weights.manifest import make_manifest
 
 KEEP, DRAIN = InterruptMode.KEEP, InterruptMode.DRAIN
@@ -112,11 +113,11 @@ class FakeVllm:
             "/is_paused": {"is_paused": self.paused},
             "/v1/models": {"data": [{"id": "policy", "max_model_len": 77}]},
             "/health": {},
-            GENERATE: self.route,
+            PATH: self.route,
         }
         if path == "/metrics":
             return web.Response(text=METRICS)
-        if path == GENERATE and self.route is None:
+        if path == PATH and self.route is None:
             return web.json_response({"detail": "Not Found"}, status=404)
         return web.json_response(answers[path])
 
@@ -428,7 +429,7 @@ async def test_our_path_is_looked_for_once_and_again_when_a_server_begins_anew(
     await control.commit(version=1, incarnation=0, mode=KEEP, timeout=5)
     for _ in range(3):
         await control.health(timeout=5)
-    assert vllm.heard.count(GENERATE) == 1
+    assert vllm.heard.count(PATH) == 1
     vllm.route = None
     vllm.status.update(version=-1, incarnation=-1)  # as one that was started at the same address
     with pytest.raises(ServerUnavailable, match="404"):

@@ -11,7 +11,8 @@ from areal_like.api.generation import StopReason
 from areal_like.api.wire import GenerateBody, SamplingBody, VersionSpan
 from areal_like.errors import RequestError, ServerBusy, ServerUnavailable
 from areal_like.inference.backends.epoch import ServerEpoch
-from areal_like.inference.backends.vllm_dialect import GENERATE, CutDialect, VllmDialect
+from areal_like.inference.backends.vllm_dialect import CutDialect, VllmDialect
+from areal_like.inference.token_path import PATH
 
 
 def epoch_at(version: int) -> ServerEpoch:
@@ -42,7 +43,7 @@ def test_every_sampling_parameter_is_sent() -> None:
     assert (params["max_tokens"], params["temperature"], params["top_k"], params["stop"]) == (4, 0.7, 5, ["x"])
     assert (params["top_p"], params["min_p"], params["repetition_penalty"]) == (1.0, 0.0, 1.0)
     assert 0 <= params["seed"] < 2**63
-    assert (call.path, sent["token_ids"], sent["request_id"]) == (GENERATE, [5, 6], "r.1")
+    assert (call.path, sent["token_ids"], sent["request_id"]) == (PATH, [5, 6], "r.1")
 
 
 def test_greedy_is_temperature_zero() -> None:
